@@ -1,0 +1,1 @@
+"""The executor: batches, the paged KV pool, and the loop that turns prompts into tokens."""

@@ -1,0 +1,63 @@
+"""One step's input, as tensors: the explicit argument of every layer's forward. No globals, no string keys.
+
+Letters: T tokens of the step (all sequences ragged, one after the other), B sequences, W page-table width, P page size, K KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from pyllm.layers.rope import Rope
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """The pages of one KV slot: k, v `[pages, P, K, D]`; scales fp32 `[1]` or `[K]` where the cache is FP8, else None."""
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+def _identity(t: Tensor) -> Tensor:
+    return t
+
+
+@dataclass
+class Batch:
+    """ids, positions, slots `[T]`; q_starts `[B + 1]`; kv_lens `[B]`; page_table `[B, W]`; all int32 on one device.
+
+    slots: page * P + offset where the token's keys and values go; negative: nowhere (padding rows).
+    kv_lens: keys per sequence after this step's tokens are stored. logit_rows `[R]`: rows of the T whose logits are wanted; None: all.
+    reduce: sums a tensor over the ranks of a tensor-parallel group; gather: concatenates along the last dim over the ranks.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    q_starts: Tensor
+    kv_lens: Tensor
+    page_table: Tensor
+    caches: Mapping[int, KvCache]
+    logit_rows: Tensor | None = None
+    reduce: Callable[[Tensor], Tensor] = _identity
+    gather: Callable[[Tensor], Tensor] = _identity
+    _rope: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def rope(self, rope: Rope) -> tuple[Tensor, Tensor]:
+        """`(cos_sin [L, R] fp32, rows [T] int32)` of this step for one Rope; made once a step, shared by all its layers."""
+        if rope not in self._rope:
+            self._rope[rope] = rope.cos_sin(self)
+        return self._rope[rope]
+
+    def token_lens(self) -> Tensor:
+        """`[T]` int32: for each token, the length of its sequence after this step (what length-dependent Ropes need)."""
+        owner = torch.searchsorted(self.q_starts[1:], torch.arange(len(self.ids), device=self.ids.device, dtype=torch.int32), right=True)
+        return self.kv_lens[owner.clamp_max(len(self.kv_lens) - 1)]
