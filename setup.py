@@ -1,0 +1,221 @@
+"""Builds the two native parts of pyllm; everything else is in pyproject.toml.
+
+pyllm/_kernels.so    the CUDA kernels, against LibTorch's stable ABI: one file for every Python and every torch >= 2.10, with or without CUDA.
+pyllm/_runtime.*.so  the host code of the executor (pybind11), tied to one Python; pure-Python twins stand in where it is missing.
+
+Neither compiler is required. A library that was built elsewhere from the same sources (the digest in _kernels.json says so) is kept.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from torch.utils import cpp_extension  # noqa: E402
+
+from tools import digest, ptxas  # noqa: E402
+
+KERNELS, RUNTIME = "pyllm._kernels", "pyllm._runtime"
+LIBRARY, REPORT = ROOT / "pyllm" / "_kernels.so", ROOT / "pyllm" / "_kernels.json"
+
+
+def say(text: str) -> None:
+    print(f"pyllm: {text}", flush=True)
+
+
+def find_cuda_home() -> Path | None:
+    """The toolkit's folder. `nvcc` on the path may be a wrapper elsewhere, so a folder counts only with the headers beside it."""
+    on_path = shutil.which("nvcc")
+    candidates = [os.environ.get("CUDA_HOME"), "/usr/local/cuda", on_path and Path(on_path).resolve().parent.parent]
+    for home in (Path(c) for c in candidates if c):
+        if (home / "bin/nvcc").is_file() and (home / "include/cuda_runtime.h").is_file():
+            return home
+    return None
+
+
+def nvcc_release(home: Path) -> str:
+    text = subprocess.run([home / "bin/nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"release (\d+\.\d+), V([\d.]+)", text)
+    if match is None:
+        raise RuntimeError(f"{home}/bin/nvcc --version: no release in {text!r}")
+    return match[2]
+
+
+def has_cxx() -> bool:
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
+def kernel_extension() -> Extension | None:
+    """The kernel library, or None where it need not or cannot be built (said in one line)."""
+    if not digest.kernel_sources():
+        return None
+    built_from = json.loads(REPORT.read_text())["digest"] if LIBRARY.exists() and REPORT.exists() else None
+    if built_from == digest.csrc_digest():
+        say("kernels are up to date")
+        return None
+    home = find_cuda_home()
+    if home is None or not has_cxx():
+        if LIBRARY.exists():
+            raise SystemExit(
+                f"pyllm: {LIBRARY} was built from other sources than csrc, and without nvcc and g++ it cannot be rebuilt; delete it to go on"
+            )
+        say("no nvcc with its headers (CUDA 12.8 or later) and g++ found: installed with the CPU references alone, without CUDA kernels")
+        return None
+    # A CPU build of torch names no toolkit; and torch's own CUDA version does not matter here, since the library links its own static
+    # runtime. With the version set, torch's builder also writes dependency files, so that an edited header rebuilds its kernels.
+    cpp_extension.CUDA_HOME = str(home)
+    torch.version.cuda = ".".join(nvcc_release(home).split(".")[:2])
+    libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + [f"-L{home}/lib64"]
+    return Extension(
+        KERNELS,
+        [str(path.relative_to(ROOT)) for path in digest.kernel_sources()],
+        include_dirs=[str(digest.CSRC), *cpp_extension.include_paths(), str(home / "include")],
+        extra_compile_args={"cxx": list(digest.CXX_FLAGS), "nvcc": list(digest.nvcc_flags())},
+        # libtorch must stay a dependency although nothing in it is named: through it the loader reaches libtorch_cuda's symbols.
+        extra_link_args=[
+            *libraries,
+            *("-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", "-ltorch_cpu", "-lc10"),
+            *("-lcudart_static", "-lrt", "-lpthread", "-ldl", "-Wl,--exclude-libs,ALL"),
+        ],
+    )
+
+
+def runtime_extension() -> Extension | None:
+    if not digest.runtime_sources():
+        return None
+    if not has_cxx():
+        say("no g++ found: the executor's host code runs in Python")
+        return None
+    import pybind11
+
+    return Extension(
+        RUNTIME,
+        [str(path.relative_to(ROOT)) for path in digest.runtime_sources()],
+        include_dirs=[str(digest.CSRC), pybind11.get_include()],
+        extra_compile_args={"cxx": list(digest.RUNTIME_FLAGS)},
+        language="c++",
+    )
+
+
+class NinjaOutput(threading.Thread):
+    """Reads ninja's output: full text to `log`, what ptxas said of a unit beside its object file, one short line per unit to the terminal."""
+
+    _STEP = re.compile(r"\[(\d+/\d+)\] .* -c (\S+) -o (\S+)")
+
+    def __init__(self, pipe: int, log: Path, terminal: int) -> None:
+        super().__init__(daemon=True)
+        self._pipe, self._log, self._terminal = pipe, log, terminal
+
+    def run(self) -> None:
+        unit: Path | None = None
+        with os.fdopen(self._pipe, errors="replace") as lines, self._log.open("w") as log:
+            for line in lines:
+                log.write(line)
+                if match := self._STEP.match(line):
+                    unit = Path(f"{match[3]}.ptxas")
+                    unit.write_text("")
+                    line = f"[{match[1]}] {os.path.relpath(match[2], ROOT)}\n"
+                elif unit is not None and ("ptxas info" in line or "bytes stack frame" in line):
+                    with unit.open("a") as report:
+                        report.write(line)
+                    continue
+                os.write(self._terminal, line.encode())
+
+
+@contextmanager
+def ninja_output(log: Path):
+    """Everything written to file descriptor 1 (ninja's, too) passes through NinjaOutput while this is open."""
+    sys.stdout.flush()
+    terminal = os.dup(1)
+    read_end, write_end = os.pipe()
+    reader = NinjaOutput(read_end, log, terminal)
+    os.dup2(write_end, 1)
+    os.close(write_end)
+    reader.start()
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(terminal, 1)
+        reader.join()
+        os.close(terminal)
+
+
+class BuildNative(cpp_extension.BuildExtension):
+    """BuildExtension with a report: registers and spills of each kernel go to pyllm/_kernels.json."""
+
+    def run(self) -> None:
+        # Two builds of one tree would write the same objects.
+        (ROOT / "build").mkdir(exist_ok=True)
+        with (ROOT / "build" / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            super().run()
+
+    def get_ext_filename(self, ext_name: str) -> str:
+        if ext_name.split(".")[-1] == "_kernels":
+            return os.path.join(*ext_name.split(".")) + ".so"
+        return super().get_ext_filename(ext_name)
+
+    def build_extension(self, ext: Extension) -> None:
+        base, self.build_temp = self.build_temp, os.path.join(self.build_temp, ext.name)
+        try:
+            if ext.name != KERNELS:
+                super().build_extension(ext)
+                return
+            say(f"building {len(ext.sources)} kernel files for {', '.join('sm_' + a for a in digest.architectures())}")
+            started_from = digest.csrc_digest()
+            objects = self._objects(ext)
+            for path in objects.values():
+                if path.exists() and not Path(f"{path}.ptxas").exists():
+                    path.unlink()
+            self.force = True  # ninja decides what to compile; setuptools would only look at the sources named, not at headers
+            os.makedirs(self.build_temp, exist_ok=True)
+            with ninja_output(ROOT / "build" / "kernels.log"):
+                super().build_extension(ext)
+            self._write_report(objects, started_from)
+        finally:
+            self.build_temp = base
+
+    def _objects(self, ext: Extension) -> dict[str, Path]:
+        return {source: Path(self.build_temp, source).absolute().with_suffix(".o") for source in ext.sources}
+
+    def _write_report(self, objects: dict[str, Path], built_from: str) -> None:
+        home = Path(cpp_extension.CUDA_HOME)
+        units = {source: ptxas.parse(Path(f"{path}.ptxas").read_text()) for source, path in objects.items() if source.endswith(".cu")}
+        symbols = sorted({str(kernel["symbol"]) for kernels in units.values() for kernel in kernels})
+        names = ptxas.demangle(symbols, [home / "bin/cu++filt", "c++filt"])
+        for kernels in units.values():
+            for kernel in kernels:
+                kernel["name"] = names[str(kernel["symbol"])]
+        report = {
+            "digest": built_from,
+            "nvcc": nvcc_release(home),
+            "architectures": list(digest.architectures()),
+            "flags": {"nvcc": list(digest.nvcc_flags()), "cxx": list(digest.CXX_FLAGS)},
+            "units": units,
+        }
+        text = json.dumps(report, indent=1) + "\n"
+        REPORT.write_text(text)
+        beside = Path(self.get_ext_fullpath(KERNELS)).parent / REPORT.name  # a wheel is built outside the source tree
+        if beside != REPORT:
+            beside.write_text(text)
+
+
+setup(
+    ext_modules=[ext for ext in (kernel_extension(), runtime_extension()) if ext is not None],
+    cmdclass={"build_ext": BuildNative},
+)

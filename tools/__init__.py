@@ -1,0 +1,1 @@
+"""Scripts of the build and of `make`; not part of the installed package."""
