@@ -1,6 +1,6 @@
 """Builds the two native parts of pyllm; everything else is in pyproject.toml.
 
-pyllm/_kernels.so    the CUDA kernels, against LibTorch's stable ABI: one file for every Python and every torch >= 2.10, with or without CUDA.
+pyllm/_kernels.so    the CUDA kernels, against LibTorch's stable ABI: one file for every Python and torch >= 2.10, with CUDA or without.
 pyllm/_runtime.*.so  the host code of the executor (pybind11), tied to one Python; pure-Python twins stand in where it is missing.
 
 Neither compiler is required. A library that was built elsewhere from the same sources (the digest in _kernels.json says so) is kept.
@@ -12,8 +12,6 @@ import fcntl
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -28,6 +26,7 @@ import torch  # noqa: E402
 from torch.utils import cpp_extension  # noqa: E402
 
 from tools import digest, ptxas  # noqa: E402
+from tools.toolchain import find_cuda_home, has_cxx, ninja_on_path, nvcc_release  # noqa: E402
 
 KERNELS, RUNTIME = "pyllm._kernels", "pyllm._runtime"
 LIBRARY, REPORT = ROOT / "pyllm" / "_kernels.so", ROOT / "pyllm" / "_kernels.json"
@@ -35,28 +34,6 @@ LIBRARY, REPORT = ROOT / "pyllm" / "_kernels.so", ROOT / "pyllm" / "_kernels.jso
 
 def say(text: str) -> None:
     print(f"pyllm: {text}", flush=True)
-
-
-def find_cuda_home() -> Path | None:
-    """The toolkit's folder. `nvcc` on the path may be a wrapper elsewhere, so a folder counts only with the headers beside it."""
-    on_path = shutil.which("nvcc")
-    candidates = [os.environ.get("CUDA_HOME"), "/usr/local/cuda", on_path and Path(on_path).resolve().parent.parent]
-    for home in (Path(c) for c in candidates if c):
-        if (home / "bin/nvcc").is_file() and (home / "include/cuda_runtime.h").is_file():
-            return home
-    return None
-
-
-def nvcc_release(home: Path) -> str:
-    text = subprocess.run([home / "bin/nvcc", "--version"], capture_output=True, text=True, check=True).stdout
-    match = re.search(r"release (\d+\.\d+), V([\d.]+)", text)
-    if match is None:
-        raise RuntimeError(f"{home}/bin/nvcc --version: no release in {text!r}")
-    return match[2]
-
-
-def has_cxx() -> bool:
-    return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def kernel_extension() -> Extension | None:
@@ -112,7 +89,7 @@ def runtime_extension() -> Extension | None:
 
 
 class NinjaOutput(threading.Thread):
-    """Reads ninja's output: full text to `log`, what ptxas said of a unit beside its object file, one short line per unit to the terminal."""
+    """Reads ninja's output: all of it to `log`, what ptxas said of a unit beside its object file, a short line per unit to the terminal."""
 
     _STEP = re.compile(r"\[(\d+/\d+)\] .* -c (\S+) -o (\S+)")
 
@@ -125,6 +102,8 @@ class NinjaOutput(threading.Thread):
         with os.fdopen(self._pipe, errors="replace") as lines, self._log.open("w") as log:
             for line in lines:
                 log.write(line)
+                if line.startswith(("g++ ", "copying ", "ninja: no work")):
+                    continue
                 if match := self._STEP.match(line):
                     unit = Path(f"{match[3]}.ptxas")
                     unit.write_text("")
@@ -173,8 +152,10 @@ class BuildNative(cpp_extension.BuildExtension):
     def build_extension(self, ext: Extension) -> None:
         base, self.build_temp = self.build_temp, os.path.join(self.build_temp, ext.name)
         try:
+            os.makedirs(self.build_temp, exist_ok=True)
             if ext.name != KERNELS:
-                super().build_extension(ext)
+                with ninja_output(ROOT / "build" / "runtime.log"):
+                    super().build_extension(ext)
                 return
             say(f"building {len(ext.sources)} kernel files for {', '.join('sm_' + a for a in digest.architectures())}")
             started_from = digest.csrc_digest()
@@ -183,7 +164,6 @@ class BuildNative(cpp_extension.BuildExtension):
                 if path.exists() and not Path(f"{path}.ptxas").exists():
                     path.unlink()
             self.force = True  # ninja decides what to compile; setuptools would only look at the sources named, not at headers
-            os.makedirs(self.build_temp, exist_ok=True)
             with ninja_output(ROOT / "build" / "kernels.log"):
                 super().build_extension(ext)
             self._write_report(objects, started_from)
@@ -215,6 +195,7 @@ class BuildNative(cpp_extension.BuildExtension):
             beside.write_text(text)
 
 
+ninja_on_path()
 setup(
     ext_modules=[ext for ext in (kernel_extension(), runtime_extension()) if ext is not None],
     cmdclass={"build_ext": BuildNative},

@@ -24,7 +24,9 @@ def load() -> str | None:
     """
     reason = _load()
     if reason is not None and torch.cuda.is_available():
-        warnings.warn(f"pyllm: no CUDA kernels ({reason}); ops on CUDA tensors will fail, ops on CPU tensors work", stacklevel=2)
+        warnings.warn(
+            f"pyllm: no CUDA kernels ({reason}); ops with kernels will fail on CUDA tensors, all work on CPU tensors", stacklevel=2
+        )
     return reason
 
 
@@ -64,13 +66,19 @@ def _runs_on(arch: str, major: int, minor: int) -> bool:
 
 
 def build_report() -> dict[str, Any]:
-    """What the build wrote down: digest of the sources, nvcc, flags, architectures, registers and spills of each kernel; {} without a build."""
+    """What the build wrote down: digest of the sources, nvcc, flags, architectures, registers and spills per kernel; {} without a build."""
     return json.loads(_REPORT.read_text(encoding="utf-8")) if _REPORT.exists() else {}
 
 
 def kernels_available() -> bool:
     """True when ops on CUDA tensors run pyllm's own kernels here."""
     return load() is None and torch.cuda.is_available()
+
+
+def require_kernels() -> None:
+    """Raise, with the reason, where pyllm's kernels cannot run."""
+    if not kernels_available():
+        raise RuntimeError(f"pyllm: the CUDA kernels cannot run here: {load() or 'no CUDA device'}")
 
 
 def status_line() -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
-KERNEL_FOLDERS = ("norm", "fused", "sampling", "gemm", "attention")
+HOST_FOLDER = "runtime"
 KERNEL_SUFFIXES = (".cu", ".cuh", ".h")
 
 # 0x020A...: the oldest LibTorch stable ABI the library runs on (2.10); one build then serves every later torch.
@@ -50,11 +50,11 @@ def nvcc_flags() -> tuple[str, ...]:
 
 def kernel_sources() -> list[Path]:
     """Every translation unit of the kernel library, in a fixed order."""
-    return [path for folder in KERNEL_FOLDERS for path in sorted((CSRC / folder).glob("*.c*")) if path.suffix in (".cu", ".cpp")]
+    return sorted(path for path in CSRC.glob("*/*.c*") if path.suffix in (".cu", ".cpp") and path.parent.name != HOST_FOLDER)
 
 
 def runtime_sources() -> list[Path]:
-    return sorted((CSRC / "runtime").glob("*.cpp"))
+    return sorted((CSRC / HOST_FOLDER).glob("*.cpp"))
 
 
 def included(path: Path) -> list[Path]:
@@ -102,5 +102,5 @@ def op_digest(stem: str) -> str:
 
 def csrc_digest() -> str:
     """The digest of the kernel library: all of csrc but the host runtime, and the flags of both compilers."""
-    files = [path for folder in ("common", *KERNEL_FOLDERS) for path in (CSRC / folder).rglob("*") if path.is_file()]
+    files = [path for path in CSRC.glob("*/*") if path.is_file() and path.parent.name != HOST_FOLDER]
     return _digest(files, (*CXX_FLAGS, "|", *nvcc_flags()))
