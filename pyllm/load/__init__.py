@@ -1,0 +1,18 @@
+"""Model files from strangers, read safely: safetensors, GGUF, tokenizers, chat templates. Start at `open_checkpoint`."""
+
+from .chat import ChatTemplateError, render_chat
+from .checkpoint import Checkpoint, open_checkpoint
+from .demo import demo_model_path
+from .errors import CheckpointError
+from .tokenizer import StreamDecoder, Tokenizer
+
+__all__ = [
+    "ChatTemplateError",
+    "Checkpoint",
+    "CheckpointError",
+    "StreamDecoder",
+    "Tokenizer",
+    "demo_model_path",
+    "open_checkpoint",
+    "render_chat",
+]
