@@ -3,5 +3,24 @@
 from __future__ import annotations
 
 from pyllm import _native
+from pyllm.ops.attention import paged_attention
+from pyllm.ops.fused import ACTS, act, act_mul, embed_tokens, softcap
+from pyllm.ops.gemm import linear
+from pyllm.ops.moe import SCORING, moe_experts, route_experts
+from pyllm.ops.rope import qk_norm_rope_append
 
 _native.load()
+
+__all__ = [
+    "ACTS",
+    "SCORING",
+    "act",
+    "act_mul",
+    "embed_tokens",
+    "linear",
+    "moe_experts",
+    "paged_attention",
+    "qk_norm_rope_append",
+    "route_experts",
+    "softcap",
+]

@@ -1,0 +1,48 @@
+"""Building blocks of a decoder: frozen declarations, bound to a checkpoint by `bind`. See docs/compose.md."""
+
+from pyllm.layers.attention import Attn, KvSlot
+from pyllm.layers.bind import Bound, bind
+from pyllm.layers.decoder import Decoder, Sub, Sum
+from pyllm.layers.formats import Dense, Format, QuantPlan
+from pyllm.layers.linear import Embedding, Linear
+from pyllm.layers.mlp import MLP
+from pyllm.layers.moe import MoE
+from pyllm.layers.norm import LayerNorm, Norm, Normed, RMSNorm
+from pyllm.layers.rope import DynamicNtk, LinearScaling, Llama3, LongRope, Rope, Yarn
+from pyllm.layers.spec import Part, PlanItem, Spec, Split, Transform, Weight, plan, rewrite, walk
+
+__all__ = [
+    "MLP",
+    "Attn",
+    "Bound",
+    "Decoder",
+    "Dense",
+    "DynamicNtk",
+    "Embedding",
+    "Format",
+    "KvSlot",
+    "LayerNorm",
+    "Linear",
+    "LinearScaling",
+    "Llama3",
+    "LongRope",
+    "MoE",
+    "Norm",
+    "Normed",
+    "Part",
+    "PlanItem",
+    "QuantPlan",
+    "RMSNorm",
+    "Rope",
+    "Spec",
+    "Split",
+    "Sub",
+    "Sum",
+    "Transform",
+    "Weight",
+    "Yarn",
+    "bind",
+    "plan",
+    "rewrite",
+    "walk",
+]

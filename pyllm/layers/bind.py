@@ -1,0 +1,98 @@
+"""bind: a declaration plus a checkpoint -> an `nn.Module`, strict both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyllm.layers.formats import QuantPlan
+from pyllm.layers.spec import Spec, Weight, nodes, path_of
+
+
+@dataclass
+class Env:
+    """What every node of one bind shares."""
+
+    state: Mapping[str, Tensor]
+    quant: QuantPlan
+    rank: int
+    tp: int
+    device: torch.device
+    dtype: torch.dtype
+    progress: Callable[[str], None] | None = None
+    used: set[str] = field(default_factory=set)
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self.state:
+            raise ValueError(f"checkpoint has no tensor {name!r}, which the declaration needs with shape {shape}")
+        self.used.add(name)
+        t = self.state[name]
+        if tuple(t.shape) != shape:
+            raise ValueError(f"checkpoint tensor {name!r} has shape {tuple(t.shape)}, the declaration expects {shape}")
+        if self.progress:
+            self.progress(name)
+        return t
+
+    def read(self, weight: Weight, path: str) -> Tensor:
+        t = weight.load(self.get, path, self.rank, self.tp)
+        return t.to(self.device, t.dtype if weight.keep else torch.float32 if weight.fp32 else self.dtype).contiguous()
+
+
+class Bound(nn.Module):
+    """A spec plus its tensors. `named_parameters()` are the runtime (fused) names; hooks, `.to` and `state_dict` work as always."""
+
+    def __init__(self, spec: Spec, path: str, env: Env) -> None:
+        super().__init__()
+        self.spec, self.path, self.rank, self.tp = spec, path_of(spec, path), env.rank, env.tp
+        groups: dict[str, nn.ModuleList] = {}
+        for name, child in nodes(spec):
+            bound = Bound(child, self.path, env)
+            if "." in name:
+                groups.setdefault(name.split(".")[0], nn.ModuleList()).append(bound)
+            else:
+                self.add_module(name, bound)
+        for name, group in groups.items():
+            self.add_module(name, group)
+        spec.load(self, env)
+
+    def put(self, name: str, t: Tensor) -> None:
+        self.register_parameter(name, nn.Parameter(t, requires_grad=False))
+
+    def forward(self, *args: Any) -> Any:
+        return self.spec.forward(self, *args)
+
+
+def bind(
+    spec: Spec,
+    state: Mapping[str, Tensor],
+    *,
+    quant: QuantPlan = (),
+    rank: int = 0,
+    tp: int = 1,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    strict: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> Bound:
+    """Load `state` (checkpoint name -> tensor) into `spec` for one tensor-parallel rank.
+
+    quant: ordered (glob, Format) pairs. dtype: of weights and activations where a Format says nothing; norm weights stay fp32.
+    progress: called with each checkpoint name as it is read.
+    Errors (ValueError): a tensor that is missing, one that nobody asked for (strict; the spec's `ignore` globs excepted), a shape that disagrees
+    with the declaration, a `tp` that does not fit, parts of one GEMM with different formats. Each names the tensor.
+    """
+    if not 0 <= rank < tp:
+        raise ValueError(f"bind: rank is {rank}, expected 0 <= rank < tp={tp}")
+    env = Env(state, quant, rank, tp, torch.device(device), dtype, progress)
+    module = Bound(spec, "", env)
+    ignore = getattr(spec, "ignore", ())
+    left = sorted(k for k in state if k not in env.used and not any(fnmatchcase(k, g) for g in ignore))
+    if strict and left:
+        shown = ", ".join(left[:4]) + (", ..." if len(left) > 4 else "")
+        raise ValueError(f"checkpoint has {len(left)} tensors that no layer asked for: {shown}")
+    return module.eval()

@@ -1,0 +1,145 @@
+"""Decoder: a flat list of residual steps. The edge between two steps is the one place that joins layers, so the one place that communicates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from pyllm import ops
+from pyllm.layers.attention import Attn, KvSlot
+from pyllm.layers.linear import Embedding, Linear
+from pyllm.layers.norm import LayerNorm, Norm, Normed, RMSNorm
+from pyllm.layers.spec import Spec, walk
+from pyllm.runtime.batch import Batch
+
+
+@dataclass(frozen=True)
+class Sum(Spec):
+    """Parallel branches (GPT-J, Falcon, Cohere: one norm; GPT-NeoX: one norm each, given as a tuple in `Sub.pre`). One reduction for all."""
+
+    branches: tuple[Spec, ...]
+
+    reads_normed = True
+
+    @property
+    def partial(self) -> bool:  # type: ignore[override]
+        return any(b.partial for b in self.branches)
+
+    def children(self) -> dict[str, Spec | tuple[Spec, ...]]:
+        return {"branches": self.branches}
+
+    def forward(self, m: Any, x: Normed | tuple[Normed, ...], b: Batch) -> Tensor:
+        inputs = x if isinstance(x, tuple) else (x,) * len(self.branches)
+        total = None
+        for spec, branch, h in zip(self.branches, m.branches, inputs, strict=True):
+            if self.partial and not spec.partial and m.rank:
+                continue  # a full result enters the sum over ranks once
+            y = call_body(branch, h, b)
+            total = y if total is None else total + y
+        return total if total is not None else inputs[0].residual.new_zeros(inputs[0].residual.shape)
+
+
+@dataclass(frozen=True)
+class Sub(Spec):
+    """One step of the residual stream: `res += post(body(pre(res)))`. pre=None: the body reads the residual itself."""
+
+    at: str
+    pre: Norm | tuple[Norm, ...] | None
+    body: Spec
+    post: Norm | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.pre, tuple) and not (isinstance(self.body, Sum) and len(self.body.branches) == len(self.pre)):
+            raise ValueError(f"Sub {self.at}: pre has {len(self.pre)} norms; expected one for each branch of a Sum")
+
+    def children(self) -> dict[str, Spec | tuple[Spec, ...]]:
+        named = {"pre": self.pre, "body": self.body, "post": self.post}
+        return {k: v for k, v in named.items() if v is not None}
+
+
+def call_body(m: Any, x: Normed | tuple[Normed, ...], b: Batch) -> Tensor:
+    """A body that does not ask for the Normed gets the normed tensor."""
+    return m(x if m.spec.reads_normed or isinstance(x, tuple) else x.tensor(), b)
+
+
+@dataclass(frozen=True)
+class Decoder(Spec):
+    """Embedding, residual steps, final norm, head. `forward(batch)` gives logits `[R, vocab]` for the rows the batch asks for.
+
+    head=None: tied to the embedding. positions: learned position embeddings added to the tokens'. embed_scale multiplies the embedding.
+    max_positions: longest sequence the declaration is right for. ignore: globs over checkpoint names that may be left unread.
+    """
+
+    embed: Embedding
+    subs: tuple[Sub, ...]
+    norm: RMSNorm | LayerNorm | None
+    head: Linear | None = None
+    positions: Embedding | None = None
+    embed_scale: float = 1.0
+    logit_softcap: float | None = None
+    max_positions: int = 8192
+    ignore: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+
+    def __post_init__(self) -> None:
+        owner: dict[int, tuple[str, Attn]] = {}
+        for path, a in self.attns():
+            if a.own_kv and a.kv in owner:
+                raise ValueError(f"KV slot {a.kv} has two owners: {owner[a.kv][0]} and {path}")
+            if not a.own_kv and a.kv not in owner:
+                raise ValueError(f"KV slot {a.kv} is read by {path} before any layer owns it")
+            other, o = owner.setdefault(a.kv, (path, a))
+            if o.slot != a.slot:
+                raise ValueError(f"KV slot {a.kv}: {other} stores {o.slot}, {path} reads {a.slot}")
+
+    def attns(self) -> list[tuple[str, Attn]]:
+        return [(p, s) for p, s in walk(self) if isinstance(s, Attn)]
+
+    def kv_slots(self) -> dict[int, KvSlot]:
+        """KV slot number -> what it holds; the executor sizes its pool from this."""
+        return {a.kv: a.slot for _, a in self.attns() if a.own_kv}
+
+    @property
+    def vocab_size(self) -> int:
+        return self.embed.vocab
+
+    def children(self) -> dict[str, Spec | tuple[Spec, ...]]:
+        named = {"embed": self.embed, "positions": self.positions, "subs": self.subs, "norm": self.norm, "head": self.head}
+        return {k: v for k, v in named.items() if v is not None}
+
+    def forward(self, m: Any, b: Batch) -> Tensor:
+        res = b.reduce(m.embed(b.ids, self.embed_scale)) if m.tp > 1 else m.embed(b.ids, self.embed_scale)
+        if self.positions:
+            extra = m.positions(b.positions)
+            res = res + (b.reduce(extra) if m.tp > 1 else extra)
+        delta: Tensor | None = None
+        for sub in m.subs:
+            x = edge(res, delta, getattr(sub, "pre", None))
+            delta = call_body(sub.body, x, b)
+            for n in x if isinstance(x, tuple) else (x,):
+                n.settle()
+            if m.tp > 1 and sub.spec.body.partial:
+                delta = b.reduce(delta)
+            if sub.spec.post:
+                delta = sub.post(delta)
+        if b.logit_rows is not None:  # the final norm and the head see only the rows whose logits are wanted
+            res, delta = res[b.logit_rows], None if delta is None else delta[b.logit_rows]
+        h = edge(res, delta, m.norm if self.norm else None)
+        assert isinstance(h, Normed)
+        return self.logits(m, h, b)
+
+    def logits(self, m: Any, h: Normed, b: Batch) -> Tensor:
+        y = m.head(h) if self.head else ops.linear(h.tensor(), m.embed.weight)
+        if m.tp > 1:
+            y = b.gather(y)[:, : self.vocab_size].contiguous()
+        return ops.softcap(y, self.logit_softcap) if self.logit_softcap else y
+
+
+def edge(res: Tensor, delta: Tensor | None, norms: Any) -> Normed | tuple[Normed, ...]:
+    """[residual add] + [next pre-norm] as one op (the all-reduce and the post-norm of the last step come before, in `Decoder.forward`)."""
+    if norms is None or not hasattr(norms, "__len__"):
+        return Normed(res, norms, delta)
+    first = Normed(res, norms[0], delta)
+    first.tensor()  # adds delta once, so that the other norms see the sum
+    return (first, *(Normed(res, n) for n in norms[1:]))

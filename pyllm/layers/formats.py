@@ -1,0 +1,90 @@
+"""Formats: how one Linear is stored and multiplied. Chosen by a quant plan over checkpoint names, never by the layer.
+
+A Format says which tensors it reads (`tensors`), how it turns them once into what its kernel wants (`finish`), and how it multiplies (`matmul`).
+A layer never asks which format it has; a format never asks which layer it serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyllm import ops
+from pyllm.layers.spec import Weight
+
+QuantPlan = Sequence[tuple[str, "Format | None"]]
+"""Ordered (glob over checkpoint names without suffix, Format); the first match wins; None and no match: the model's dtype."""
+
+
+class Format:
+    """Subclasses are frozen dataclasses, so that they compare, hash and print."""
+
+    name: str = "?"
+    op: str = "linear"  # torch.ops.pyllm.<op> that multiplies
+
+    def tensors(self, weight: Weight) -> dict[str, Weight]:
+        """attribute -> what to read, given the plain weight `[N, K]` (its parts, sharding and names)."""
+        raise TypeError(f"{type(self).__name__} has no tensors()")
+
+    def finish(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Repack once, after loading and sharding; returns what the module keeps."""
+        return tensors
+
+    def matmul(self, m: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x `[T, K]` -> `[T, N]` of x's dtype."""
+        raise TypeError(f"{type(self).__name__} has no matmul()")
+
+    def experts(self, w13: Any, w2: Any, x: Tensor, ids: Tensor, weights: Tensor, act: str) -> Tensor:
+        """The routed gated MLPs of a MoE layer over two stacked Linears of this format."""
+        raise TypeError(f"format {self.name} has no MoE path; leave the experts out of the quant plan")
+
+    def weight_bytes(self, n: int, k: int) -> int:
+        """Bytes that one multiplication reads of the weight (scales included)."""
+        raise TypeError(f"{type(self).__name__} has no weight_bytes()")
+
+
+@dataclass(frozen=True)
+class Dense(Format):
+    """Plain storage: bf16, fp16 or fp32; None: the model's dtype. Multiplies in the stored dtype, returns x's dtype."""
+
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"Dense: dtype is {self.dtype}, expected bfloat16, float16, float32 or None")
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return {None: "model", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self.dtype]
+
+    def tensors(self, weight: Weight) -> dict[str, Weight]:
+        return {"weight": replace(weight, fp32=self.dtype is torch.float32)}
+
+    def finish(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {k: t if self.dtype is None else t.to(self.dtype) for k, t in tensors.items()}
+
+    def matmul(self, m: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        w = m.weight
+        if w.dtype == x.dtype:
+            return ops.linear(x, w, bias)
+        return ops.linear(x.to(w.dtype), w, None if bias is None else bias.to(w.dtype)).to(x.dtype)
+
+    def experts(self, w13: Any, w2: Any, x: Tensor, ids: Tensor, weights: Tensor, act: str) -> Tensor:
+        return ops.moe_experts(x, w13.weight, w2.weight, ids, weights, act)
+
+    def weight_bytes(self, n: int, k: int) -> int:
+        return n * k * (4 if self.dtype is torch.float32 else 2)
+
+
+def resolve(names: Sequence[str], quant: QuantPlan) -> Format:
+    """The one Format of a GEMM whose checkpoint parts are `names`; parts that resolve differently are an error that names them."""
+    found = {n: next((f for pattern, f in quant if fnmatchcase(n, pattern)), None) or Dense() for n in names}
+    if len(set(found.values())) > 1:
+        lines = ", ".join(f"{n}: {f.name}" for n, f in found.items())
+        raise ValueError(f"quant plan: the parts of one GEMM get different formats ({lines}); a fused GEMM has one format")
+    return next(iter(found.values()))

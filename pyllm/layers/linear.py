@@ -1,0 +1,71 @@
+"""Linear: one GEMM that lists its checkpoint parts. That list drives loading, stacking, sharding, quantization and the printout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from pyllm import ops
+from pyllm.layers.formats import resolve
+from pyllm.layers.norm import Normed
+from pyllm.layers.spec import Part, Spec, Split, Weight
+
+
+@dataclass(frozen=True)
+class Linear(Spec):
+    """`y = x W^T + b`, W `[sum of parts, d]`.
+
+    tp: None (whole on each rank) | "col" (output rows are cut; y is this rank's rows) | "row" (inputs are cut; y is a partial sum).
+    A row-parallel bias is added by rank 0 alone, so that the reduction adds it once. experts > 0: a stack of such GEMMs (MoE).
+    """
+
+    d: int
+    parts: tuple[Part, ...]
+    tp: str | None = None
+    bias: bool = False
+    experts: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tp not in (None, "col", "row"):
+            raise ValueError(f"Linear {self.parts[0].name}: tp is {self.tp!r}, expected None, 'col' or 'row'")
+
+    def weights(self) -> dict[str, Weight]:
+        out = {"weight": Weight(self.parts, self.d, self.tp, experts=self.experts)}
+        if self.bias:
+            out["bias"] = Weight(self.parts, None, "col" if self.tp == "col" else None, suffix="bias", experts=self.experts)
+        return out
+
+    def names(self, path: str) -> list[str]:
+        """The checkpoint names a quant plan is matched against: no suffix."""
+        return [n.removesuffix(".weight") for n in self.weights()["weight"].sources(path)]
+
+    def load(self, m: Any, env: Any) -> None:
+        weights = self.weights()
+        m.format = resolve(self.names(m.path), env.quant)
+        m.sizes = weights["weight"].sizes(env.tp, m.path)
+        stored = {name: env.read(w, m.path) for name, w in m.format.tensors(weights["weight"]).items()}
+        for name, t in m.format.finish(stored).items():
+            m.put(name, t)
+        if self.bias:
+            m.put("bias", env.read(weights["bias"], m.path))
+
+    def forward(self, m: Any, x: Tensor | Normed) -> Tensor:
+        x = x.tensor() if isinstance(x, Normed) else x
+        return m.format.matmul(m, x, m.bias if self.bias and (self.tp != "row" or m.rank == 0) else None)
+
+
+@dataclass(frozen=True)
+class Embedding(Spec):
+    """A lookup table `[vocab, d]`, vocab-parallel: each rank holds a block of rows and gives zeros for the others' tokens."""
+
+    name: str
+    vocab: int
+    d: int
+
+    def weights(self) -> dict[str, Weight]:
+        return {"weight": Weight((Part(self.name, self.vocab, split=Split.PAD),), self.d, "col")}
+
+    def forward(self, m: Any, ids: Tensor, scale: float = 1.0) -> Tensor:
+        return ops.embed_tokens(ids, m.weight, scale, m.rank * m.weight.shape[0])

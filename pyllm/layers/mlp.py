@@ -1,0 +1,46 @@
+"""MLP: gated (SwiGLU, GeGLU) or plain, one fused GEMM in, one out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from pyllm import ops
+from pyllm.layers.linear import Linear
+from pyllm.layers.norm import Normed
+from pyllm.layers.spec import Part, Spec
+from pyllm.runtime.batch import Batch
+
+
+def check_act(owner: str, act: str) -> None:
+    if act not in ops.ACTS:
+        raise ValueError(f"{owner}: act is {act!r}, expected one of {', '.join(ops.ACTS)}")
+
+
+@dataclass(frozen=True)
+class MLP(Spec):
+    """`down(act(gate x) * (up x))`, or `down(act(up x))` when not gated. act: silu, gelu, gelu_tanh, relu2. names: gate, up, down."""
+
+    at: str
+    d: int
+    ff: int
+    act: str = "silu"
+    gated: bool = True
+    bias: bool = False
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    partial = True
+    reads_normed = True
+
+    def __post_init__(self) -> None:
+        check_act(f"MLP {self.at}", self.act)
+
+    def children(self) -> dict[str, Spec | tuple[Spec, ...]]:
+        gate, up, down = self.names
+        parts = (Part(gate, self.ff), Part(up, self.ff)) if self.gated else (Part(up, self.ff),)
+        return {"up": Linear(self.d, parts, "col", self.bias), "down": Linear(self.ff, (Part(down, self.d),), "row", self.bias)}
+
+    def forward(self, m: Any, x: Tensor | Normed, b: Batch) -> Tensor:
+        return m.down((ops.act_mul if self.gated else ops.act)(m.up(x), self.act))

@@ -1,0 +1,79 @@
+"""RMSNorm, LayerNorm, and `Normed`: the residual stream seen through a norm, which is what a body receives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from pyllm import ops
+from pyllm.layers.spec import Part, Spec, Transform, Weight
+
+
+@dataclass(frozen=True)
+class RMSNorm(Spec):
+    """`y = x / sqrt(mean(x^2) + eps) * w`; plus_one: the checkpoint stores w - 1 (Gemma). w is kept in fp32; fp32 inside, one rounding.
+
+    Called with a residual, adds x to it in place first and normalises the sum: one op.
+    """
+
+    name: str
+    d: int
+    eps: float
+    plus_one: bool = False
+
+    def weights(self) -> dict[str, Weight]:
+        return {"weight": Weight((Part(self.name, self.d),), transform=Transform.PLUS_ONE if self.plus_one else None, fp32=True)}
+
+    def forward(self, m: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return ops.rms_norm(x, m.weight, self.eps, residual)
+
+
+@dataclass(frozen=True)
+class LayerNorm(Spec):
+    """`y = (x - mean) / sqrt(var + eps) * w + b`; bias=False: no b. w, b are kept in fp32; fp32 inside, one rounding."""
+
+    name: str
+    d: int
+    eps: float
+    bias: bool = True
+
+    def weights(self) -> dict[str, Weight]:
+        part = (Part(self.name, self.d),)
+        return {"weight": Weight(part, fp32=True)} | ({"bias": Weight(part, suffix="bias", fp32=True)} if self.bias else {})
+
+    def forward(self, m: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return ops.layer_norm(x, m.weight, m.bias if self.bias else None, self.eps, residual)
+
+
+Norm = RMSNorm | LayerNorm
+
+
+class Normed:
+    """What a body receives: the residual `[T, d]` and the norm it is read through. `tensor()` is the normed value, computed once.
+
+    A first consumer that can apply the norm itself (norm inside the GEMM) reads `residual` and `norm` instead; `delta`, if not None, is the previous
+    step's output, still to be added to the residual, and `tensor()` adds it in the same op.
+    """
+
+    def __init__(self, residual: Tensor, norm: Any = None, delta: Tensor | None = None) -> None:
+        self.residual, self.norm, self.delta = residual, norm, delta
+        self._value: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        if self._value is None:
+            if self.norm is None:
+                self.settle()
+                self._value = self.residual
+            elif self.delta is None:
+                self._value = self.norm(self.residual)
+            else:
+                self._value, self.delta = self.norm(self.delta, self.residual), None
+        return self._value
+
+    def settle(self) -> None:
+        """Make sure that the previous step's output has been added to the residual."""
+        if self.delta is not None:
+            self.residual.add_(self.delta)
+            self.delta = None

@@ -1,0 +1,161 @@
+"""Attention over the paged KV cache. On CUDA a torch composition over gathered pages until the kernels of csrc/attention exist."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyllm.ops.registry import check, define
+
+_SCORE_BYTES = 256 << 20  # the composition keeps its fp32 scores under this by cutting T into chunks
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    q_starts: Tensor,
+    kv_lens: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One ragged step of attention: prefill chunks and decodes together, keys and values read from pages.
+
+    `s = scale * q k^T`; `s = softcap * tanh(s / softcap)`; mask; `o = softmax(s) v`, all fp32 inside, o rounded once.
+    Query row j of a sequence with n rows and L keys stands at position `p = L - n + j`; it sees keys `<= p` when causal, and keys `> p - window`.
+    sinks: one logit per head that joins the softmax's denominator and has no value (gpt-oss).
+    Shapes: q `[T, H, D]`, caches `[pages, P, K, D]` (H a multiple of K), page_table int32 `[B, W]` (entries past a sequence's last page are never
+    read), q_starts int32 `[B + 1]`, kv_lens int32 `[B]`, sinks `[H]`, k_scale/v_scale fp32 `[1]` or `[K]`: value = stored * scale.
+    Returns (o `[T, H, D]` of q's dtype, lse fp32 `[T, H]`, natural log; a row that sees no key gives 0 and -inf).
+    Dtypes: q bf16, fp16, fp32; caches q's dtype or float8_e4m3fn. Rows of q past q_starts[B] belong to no sequence and give 0.
+    """
+    return torch.ops.pyllm.paged_attention(
+        q, k_cache, v_cache, page_table, q_starts, kv_lens, scale, causal, window or 0, softcap or 0.0, sinks, k_scale, v_scale
+    )
+
+
+def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_starts: Tensor, kv_lens: Tensor, window: int, sinks: Tensor | None) -> None:
+    op = "paged_attention"
+    check(q.dim() == 3, op, "q", f"has {q.dim()} dimensions, expected 3 [T, H, D]")
+    check(k_cache.dim() == 4, op, "k_cache", f"has {k_cache.dim()} dimensions, expected 4 [pages, P, K, D]")
+    check(v_cache.shape == k_cache.shape, op, "v_cache", f"has shape {tuple(v_cache.shape)}, expected {tuple(k_cache.shape)} like k_cache")
+    check(k_cache.shape[3] == q.shape[2], op, "k_cache", f".size(3) is {k_cache.shape[3]}, expected D={q.shape[2]} (from q)")
+    check(q.shape[1] % k_cache.shape[2] == 0, op, "q", f"has H={q.shape[1]} heads, expected a multiple of K={k_cache.shape[2]} (from k_cache)")
+    check(k_cache.dtype in (q.dtype, torch.float8_e4m3fn), op, "k_cache", f"is {k_cache.dtype}, expected {q.dtype} like q or float8_e4m3fn")
+    check(v_cache.dtype == k_cache.dtype, op, "v_cache", f"is {v_cache.dtype}, expected {k_cache.dtype} like k_cache")
+    for name, t, dims in (("page_table", page_table, 2), ("q_starts", q_starts, 1), ("kv_lens", kv_lens, 1)):
+        check(t.dtype == torch.int32, op, name, f"is {t.dtype}, expected int32")
+        check(t.dim() == dims, op, name, f"has {t.dim()} dimensions, expected {dims}")
+    check(kv_lens.shape[0] == page_table.shape[0], op, "kv_lens", f".size(0) is {kv_lens.shape[0]}, expected B={page_table.shape[0]} (from page_table)")
+    check(q_starts.shape[0] == kv_lens.shape[0] + 1, op, "q_starts", f".size(0) is {q_starts.shape[0]}, expected B+1={kv_lens.shape[0] + 1}")
+    check(window >= 0, op, "window", f"is {window}, expected >= 1 (or None)")
+    if sinks is not None:
+        check(sinks.shape == q.shape[1:2], op, "sinks", f"has shape {tuple(sinks.shape)}, expected H={q.shape[1]} (from q)")
+
+
+def _softmax(s: Tensor, softcap: float, seen: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """s `[..., S]` fp32; seen and sinks broadcast to it. Returns (probabilities, natural-log LSE); a row without keys gives 0 and -inf."""
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    s = s.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        s = torch.cat([s, sinks.float().expand(*s.shape[:-1], 1)], -1)
+    lse = torch.logsumexp(s, -1)
+    p = torch.exp(s - torch.where(lse.isinf(), 0.0, lse)[..., None])
+    return (p[..., :-1] if sinks is not None else p), lse
+
+
+def _dequantize(t: Tensor, scale: Tensor | None, like: torch.dtype) -> Tensor:
+    t = t.to(like)
+    return t if scale is None else t * scale.to(like)[:, None]
+
+
+def _attention_reference(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_starts: Tensor, kv_lens: Tensor, scale: float, causal: bool = True,
+    window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check_attention(q, k_cache, v_cache, page_table, q_starts, kv_lens, window, sinks)
+    heads, kv_heads, page, dim = q.shape[1], k_cache.shape[2], k_cache.shape[1], q.shape[2]
+    out, lse = torch.zeros_like(q, memory_format=torch.contiguous_format), torch.full(q.shape[:2], float("-inf"))
+    starts, lens = q_starts.tolist(), kv_lens.tolist()
+    sink = None if sinks is None else sinks.view(kv_heads, heads // kv_heads, 1, 1)
+    for i, length in enumerate(lens):
+        rows = slice(starts[i], starts[i + 1])
+        n = rows.stop - rows.start
+        if n == 0:
+            continue
+        check(n <= length, "paged_attention", "kv_lens", f"[{i}] is {length}, expected at least the sequence's {n} query rows")
+        pages = page_table[i, : -(-length // page)].long()
+        k, v = (_dequantize(c[pages].flatten(0, 1)[:length], s, torch.float32).transpose(0, 1) for c, s in ((k_cache, k_scale), (v_cache, v_scale)))
+        x = q[rows].float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [K, G, n, D]
+        at, key = torch.arange(length - n, length)[:, None], torch.arange(length)[None]
+        seen = (key <= at if causal else key >= 0) & (key > at - window if window else key >= 0)
+        p, one = _softmax(scale * (x @ k[:, None].transpose(-1, -2)), softcap, seen, sink)
+        out[rows] = (p @ v[:, None]).permute(2, 0, 1, 3).reshape(n, heads, dim).to(q.dtype)
+        lse[rows] = one.permute(2, 0, 1).reshape(n, heads)
+    return out, lse
+
+
+def _attention_composition(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_starts: Tensor, kv_lens: Tensor, scale: float, causal: bool = True,
+    window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Static shapes and no host sync (graph-safe). Each token meets the keys of its own sequence, gathered per chunk of tokens."""
+    _check_attention(q, k_cache, v_cache, page_table, q_starts, kv_lens, window, sinks)
+    tokens, heads, dim = q.shape
+    (batch, width), (pages, page, kv_heads, _) = page_table.shape, k_cache.shape
+    keys, device = width * page, q.device
+    out, lse = torch.zeros_like(q, memory_format=torch.contiguous_format), torch.full(q.shape[:2], float("-inf"), device=device)
+    if tokens == 0 or batch == 0 or keys == 0:
+        return out, lse
+    token = torch.arange(tokens, device=device, dtype=torch.int32)
+    owner = torch.searchsorted(q_starts[1:].contiguous(), token, right=True)
+    real, owner = owner < batch, owner.clamp_max(batch - 1)
+    at = kv_lens[owner] - q_starts[owner + 1] + token  # position of each token in its sequence
+    key = torch.arange(keys, device=device, dtype=torch.int32)
+    sink = None if sinks is None else sinks.view(kv_heads, heads // kv_heads, 1)
+    chunk = max(1, _SCORE_BYTES // (4 * keys * max(heads, 2 * kv_heads * dim)))
+    for first in range(0, tokens, chunk):
+        rows = slice(first, min(first + chunk, tokens))
+        mine = owner[rows]
+        seen = (key[None] < kv_lens[mine][:, None]) & real[rows][:, None]
+        if causal:
+            seen = seen & (key[None] <= at[rows][:, None])
+        if window:
+            seen = seen & (key[None] > at[rows][:, None] - window)
+        table = page_table[mine].long().clamp(0, pages - 1)  # table tails may hold anything; masked below
+        k, v = (
+            torch.where(seen[:, :, None, None], _dequantize(c[table].flatten(1, 2), s, torch.float32), 0.0).transpose(1, 2)
+            for c, s in ((k_cache, k_scale), (v_cache, v_scale))
+        )  # [t, K, S, D]; unseen rows are zeroed since 0 * NaN of an unused page is NaN
+        x = q[rows].float().unflatten(1, (kv_heads, -1))
+        p, one = _softmax(scale * (x @ k.transpose(-1, -2)), softcap, seen[:, None, None, :], sink)
+        out[rows] = (p @ v).flatten(1, 2).to(q.dtype)
+        lse[rows] = one.flatten(1, 2)
+    return out, lse
+
+
+def _attention_fake(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_starts: Tensor, kv_lens: Tensor, scale: float, causal: bool = True,
+    window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check_attention(q, k_cache, v_cache, page_table, q_starts, kv_lens, window, sinks)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+define(
+    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor q_starts, Tensor kv_lens, float scale, bool causal=True, "
+    "SymInt window=0, float softcap=0.0, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None) -> (Tensor, Tensor)",
+    stem="attention/paged_attention",
+    public="pyllm.ops.attention.paged_attention",
+    reference=_attention_reference,
+    fake=_attention_fake,
+    composition=_attention_composition,
+)

@@ -1,0 +1,123 @@
+"""Mixture of experts: routing, and the routed gated MLPs. On CUDA torch compositions until the grouped GEMM kernels exist."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyllm.ops.fused import ACTS, act_mul
+from pyllm.ops.registry import check, define
+
+SCORING = {"softmax": 0, "topk_softmax": 1, "sigmoid": 2}
+"""softmax: over all experts, then top-k; topk_softmax: top-k of the logits, softmax over those; sigmoid: per expert, then top-k."""
+
+
+def route_experts(
+    logits: Tensor, top_k: int, scoring: str = "softmax", *, renormalize: bool = True, bias: Tensor | None = None, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Choose `top_k` experts per token (ties: lowest id) and their weights.
+
+    `score = softmax(logits)`, `logits`, or `sigmoid(logits)` by `scoring`; the choice is the top-k of `score + bias` (bias `[E]` fp32, for the choice
+    alone, as in DeepSeek-V3); weights = the chosen scores (`topk_softmax`: softmax over the chosen logits), divided by their sum when
+    `renormalize`, times `scale`.
+    Shapes: logits `[T, E]` -> (weights fp32 `[T, top_k]`, ids int32 `[T, top_k]`). Errors: unknown scoring; top_k outside 1..E.
+    """
+    if scoring not in SCORING:
+        raise ValueError(f"route_experts: scoring is {scoring!r}, expected one of {', '.join(SCORING)}")
+    return torch.ops.pyllm.route_experts(logits, top_k, SCORING[scoring], renormalize, bias, scale)
+
+
+def _check_route(logits: Tensor, top_k: int, bias: Tensor | None) -> None:
+    op = "route_experts"
+    check(logits.dim() == 2, op, "logits", f"has {logits.dim()} dimensions, expected 2")
+    check(1 <= top_k <= logits.shape[1], op, "top_k", f"is {top_k}, expected 1..E={logits.shape[1]}")
+    if bias is not None:
+        check(bias.shape == logits.shape[1:], op, "bias", f"has shape {tuple(bias.shape)}, expected E={logits.shape[1]} (from logits)")
+
+
+def _route_reference(logits: Tensor, top_k: int, scoring: int, renormalize: bool, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    _check_route(logits, top_k, bias)
+    x = logits.float()
+    score = (x.softmax(-1), x, x.sigmoid())[scoring]
+    ids = (score if bias is None else score + bias).sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = score.gather(1, ids)
+    if scoring == SCORING["topk_softmax"]:
+        weights = weights.softmax(-1)
+    elif renormalize:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+    return weights * scale, ids.int()
+
+
+def _route_fake(logits: Tensor, top_k: int, scoring: int, renormalize: bool, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    _check_route(logits, top_k, bias)
+    shape = (logits.shape[0], top_k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+def moe_experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: str = "silu") -> Tensor:
+    """`y[t] = sum_j weights[t, j] * w2[e] (act(gate) * up)` with `e = ids[t, j]` and `[gate; up] = w13[e] x[t]`.
+
+    Shapes: x `[T, N]`, w13 `[E, 2F, N]` (gate rows, then up rows), w2 `[E, N, F]`, ids int32 `[T, top_k]`, weights fp32 `[T, top_k]` -> `[T, N]`.
+    Each expert's output is weighted in fp32 and summed in fp32, rounded once. Errors: sizes that disagree, unknown act.
+    """
+    if act not in ACTS:
+        raise ValueError(f"moe_experts: act is {act!r}, expected one of {', '.join(ACTS)}")
+    return torch.ops.pyllm.moe_experts(x, w13, w2, ids, weights, ACTS[act])
+
+
+def _check_experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor) -> None:
+    op = "moe_experts"
+    check(x.dim() == 2, op, "x", f"has {x.dim()} dimensions, expected 2")
+    check(w13.dim() == 3 and w13.shape[2] == x.shape[1], op, "w13", f"has shape {tuple(w13.shape)}, expected [E, 2F, N={x.shape[1]}]")
+    want = (w13.shape[0], x.shape[1], w13.shape[1] // 2)
+    check(tuple(w2.shape) == want, op, "w2", f"has shape {tuple(w2.shape)}, expected {want} (from x, w13)")
+    check(ids.dim() == 2 and ids.shape[0] == x.shape[0], op, "ids", f"has shape {tuple(ids.shape)}, expected [T={x.shape[0]}, top_k]")
+    check(ids.shape == weights.shape, op, "weights", f"has shape {tuple(weights.shape)}, expected {tuple(ids.shape)} (from ids)")
+
+
+def _expert(x: Tensor, w13: Tensor, w2: Tensor, act: int) -> Tensor:
+    name = next(k for k, v in ACTS.items() if v == act)
+    return F.linear(act_mul(F.linear(x, w13), name), w2)
+
+
+def _experts_reference(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: int) -> Tensor:
+    _check_experts(x, w13, w2, ids, weights)
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for e in ids.unique().tolist():
+        token, choice = (ids == e).nonzero(as_tuple=True)
+        y.index_add_(0, token, weights[token, choice, None].float() * _expert(x[token], w13[e], w2[e], act).float())
+    return y.to(x.dtype)
+
+
+def _experts_composition(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: int) -> Tensor:
+    """No host sync, so every expert sees every token with weight 0 where it was not chosen: right under graphs, E / top_k times the work."""
+    _check_experts(x, w13, w2, ids, weights)
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for e in range(w13.shape[0]):
+        gate = torch.where(ids == e, weights.float(), 0.0).sum(-1, keepdim=True)
+        y += torch.where(gate != 0, gate * _expert(x, w13[e], w2[e], act).float(), 0.0)
+    return y.to(x.dtype)
+
+
+def _experts_fake(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: int) -> Tensor:
+    _check_experts(x, w13, w2, ids, weights)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+define(
+    "route_experts(Tensor logits, int top_k, int scoring, bool renormalize, Tensor? bias, float scale) -> (Tensor, Tensor)",
+    stem="moe/route_experts",
+    public="pyllm.ops.moe.route_experts",
+    reference=_route_reference,
+    fake=_route_fake,
+    composition=_route_reference,
+)
+define(
+    "moe_experts(Tensor x, Tensor w13, Tensor w2, Tensor ids, Tensor weights, int act) -> Tensor",
+    stem="moe/moe_experts",
+    public="pyllm.ops.moe.moe_experts",
+    reference=_experts_reference,
+    fake=_experts_fake,
+    composition=_experts_composition,
+)

@@ -1,0 +1,121 @@
+"""Each model function against transformers on tiny random configs: fp32, max |difference| <= 1e-4 * max |logit|, prefill and decode through pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pyllm.layers import bind, plan
+from pyllm.models import spec_from_config
+from tests.models.paged import Paged
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=4, vocab_size=73,
+             max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+LONG = dict(rope_type="longrope", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, short_factor=[1.0 + i / 9 for i in range(8)],
+            long_factor=[2.0 + i for i in range(8)])  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", dict(tie_word_embeddings=True)),
+    "llama-mha": ("Llama", dict(num_key_value_heads=4)),
+    "llama-mqa-head-dim": ("Llama", dict(num_key_value_heads=1, head_dim=24)),
+    "llama-biases": ("Llama", dict(attention_bias=True, mlp_bias=True)),
+    "llama-gelu": ("Llama", dict(hidden_act="gelu")),
+    "llama-linear-rope": ("Llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0))),
+    "llama-3.1-rope": ("Llama", dict(rope_parameters=LLAMA3)),
+    "llama-yarn-rope": ("Llama", dict(rope_parameters=YARN)),
+    "llama-longrope": ("Llama", dict(rope_parameters=LONG)),
+    "llama-dynamic-rope": ("Llama", dict(max_position_embeddings=32, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0))),
+    "mistral-window": ("Mistral", dict(sliding_window=12)),
+    "mistral": ("Mistral", dict(sliding_window=None)),
+    "gemma2": ("Gemma2", dict(sliding_window=12, query_pre_attn_scalar=24, attn_logit_softcapping=5.0, final_logit_softcapping=3.0)),
+    "gemma2-untied": ("Gemma2", dict(sliding_window=12, tie_word_embeddings=False, query_pre_attn_scalar=24)),
+}
+
+
+def make(name: str) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
+    """A transformers model with random weights and biases, its config as a dict, its tensors as a checkpoint would name them."""
+    kind, changes = CASES[name]
+    torch.manual_seed(sum(map(ord, name)))
+    config = getattr(transformers, f"{kind}Config")(**(SIZES | changes), attn_implementation="eager")
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().float()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3 if p.dim() > 1 else 0.5)
+    state = {k: v for k, v in model.state_dict().items() if not (k == "lm_head.weight" and config.tie_word_embeddings)}
+    return model, config.to_dict() | {"architectures": [f"{kind}ForCausalLM"]}, state
+
+
+def expected(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids[None], use_cache=False).logits[0]
+
+
+def assert_logits(got: torch.Tensor, want: torch.Tensor) -> None:
+    error, limit = (got - want).abs().max().item(), 1e-4 * want.abs().max().item()
+    assert error <= limit, f"max |difference| {error:.2e} > {limit:.2e}"
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 70])
+def test_prefill(name: str, length: int) -> None:
+    model, config, state = make(name)
+    spec = spec_from_config(config)
+    ids = torch.randint(0, SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(length))
+    got = bind(spec, state)(Paged(spec, 1, length).step([ids]))
+    assert_logits(got, expected(model, ids))
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if "longrope" not in n and "dynamic" not in n])
+def test_ragged_chunked_prefill_and_decode(name: str) -> None:
+    """Three sequences in one batch: chunks, single tokens and pauses; every row must equal the full pass of its own sequence.
+
+    Length-dependent ropes are left out: transformers too gives other logits when keys were rotated at a shorter length.
+    """
+    model, config, state = make(name)
+    spec = spec_from_config(config)
+    bound = bind(spec, state)
+    generator = torch.Generator().manual_seed(3)
+    lengths = (18, 5, 33)
+    texts = [torch.randint(0, SIZES["vocab_size"], (n,), generator=generator) for n in lengths]
+    want = [expected(model, t) for t in texts]
+    pages, at, rows = Paged(spec, len(texts), max(lengths)), [0, 0, 0], [[], [], []]
+    for chunk in ([15, 1, 0], [1, 1, 16], [1, 0, 1], [0, 3, 15], [1, 0, 1]):
+        batch = pages.step([t[a : a + n] for t, a, n in zip(texts, at, chunk, strict=True)])
+        parts = bound(batch).split(chunk)
+        for i, n in enumerate(chunk):
+            at[i] += n
+            rows[i].append(parts[i])
+    assert tuple(at) == lengths
+    for got, w in zip(rows, want, strict=True):
+        assert_logits(torch.cat(got), w)
+
+
+@pytest.mark.parametrize("name", ["llama-longrope", "llama-dynamic-rope"])
+def test_length_dependent_rope_depends_on_its_own_sequence_alone(name: str) -> None:
+    model, config, state = make(name)
+    spec = spec_from_config(config)
+    texts = [torch.arange(n) % SIZES["vocab_size"] for n in (70, 9)]
+    got = bind(spec, state)(Paged(spec, 2, 70).step(texts)).split([70, 9])
+    for g, t in zip(got, texts, strict=True):
+        assert_logits(g, expected(make(name)[0], t))  # a fresh model: transformers keeps the frequencies of the longest text it has seen
+
+
+def test_last_rows_only() -> None:
+    _, config, state = make("llama")
+    spec = spec_from_config(config)
+    bound, texts = bind(spec, state), [torch.arange(5), torch.arange(3)]
+    full = bound(Paged(spec, 2, 8).step(texts))
+    last = bound(Paged(spec, 2, 8).step(texts, last=True))
+    torch.testing.assert_close(last, full[[4, 7]], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plan_names_exactly_the_checkpoint(name: str) -> None:
+    _, config, state = make(name)
+    items = plan(spec_from_config(config))
+    assert sorted(s for i in items for s in i.sources) == sorted(state)
