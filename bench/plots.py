@@ -1,0 +1,111 @@
+"""Two pictures from the records, as SVG in docs/img: the roofline with each case on it, and the speed-up over each baseline per op."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from bench.case import ROOT
+from bench.records import Record, ratio, ratio_summary
+from bench.report import baseline_names
+
+IMAGES = ROOT / "docs" / "img"
+ROOFLINE, SPEEDUP = "roofline.svg", "speedup.svg"
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    # A fixed salt and no date: the same records draw the same file.
+    matplotlib.rcParams.update({"svg.hashsalt": "pyllm", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _save(plt: Any, figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+    return path
+
+
+def roofline(records: list[Record], folder: Path = IMAGES) -> Path:
+    """Left: rate over FLOPs per byte under the measured ceilings. Right: share of the ceiling over the bytes of a case."""
+    plt = _pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+    found = records[-1]["ceilings"]
+    computing = [r for r in records if r["tflops"]]
+    intensities = [r["flops"] / r["bytes"] for r in computing] or [1.0]
+    peak = max(v for v in (found["bf16_tflops"], found["fp8_tflops"]) if v)
+    ends = (min(intensities) / 4, max(max(intensities) * 4, 4 * peak * 1e3 / found["read_gbs"]))
+    for name in ("bf16", "fp8"):
+        rate = found[f"{name}_tflops"]
+        if rate:
+            knee = rate * 1e3 / found["read_gbs"]
+            left.plot([ends[0], knee, ends[1]], [ends[0] * found["read_gbs"] / 1e3, rate, rate], lw=1, label=f"{name} {rate:,.0f} TFLOP/s")
+    for op in dict.fromkeys(r["op"] for r in records):
+        here = [r for r in computing if r["op"] == op]
+        if here:
+            left.scatter([r["flops"] / r["bytes"] for r in here], [r["tflops"] for r in here], s=14, label=op, zorder=3)
+        shares = [r for r in records if r["op"] == op and r["share"] is not None]
+        right.scatter([r["bytes"] for r in shares], [100 * r["share"] for r in shares], s=14, label=op)
+    left.set(
+        xscale="log",
+        yscale="log",
+        xlabel="FLOP per byte",
+        ylabel="TFLOP/s",
+        title=f"{records[-1]['gpu']}: read {found['read_gbs']:,.0f} GB/s",
+    )
+    right.set(xscale="log", xlabel="bytes moved", ylabel="% of a copy of the same bytes (of the matrix rate)", title="share of the ceiling")
+    right.axhline(100, color="grey", lw=0.8)
+    for axes in (left, right):
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=7, frameon=False)
+    return _save(plt, figure, folder / ROOFLINE)
+
+
+def speedup(records: list[Record], folder: Path = IMAGES) -> Path:
+    """Per op and baseline: the geometric mean of the ratios as a bar, the range over the cases as a line."""
+    plt = _pyplot()
+    names = baseline_names(records)
+    ops = list(dict.fromkeys(r["op"] for r in records))
+    figure, axes = plt.subplots(figsize=(9, 0.8 + 0.2 * len(ops) * (len(names) + 1)))
+    for place, name in enumerate(names):
+        rows, means, low, high = [], [], [], []
+        for index, op in enumerate(ops):
+            here = [r for r in records if r["op"] == op]
+            summary = ratio_summary(here, name)
+            at = index + 0.8 * (place + 0.5) / len(names) - 0.4
+            if summary is None:
+                if any(name in r["baselines"] for r in here):
+                    axes.text(1.02, at, f"{name}: not measured", va="center", fontsize=6, color="grey")
+                continue
+            ratios = [value for value in (ratio(r, name) for r in here) if value is not None]
+            rows.append(at)
+            means.append(summary[0])
+            low.append(summary[0] - min(ratios))
+            high.append(max(ratios) - summary[0])
+        axes.barh(
+            rows, means, height=0.7 / len(names), xerr=_errors(low, high), error_kw={"lw": 0.8, "ecolor": "dimgrey"}, label=f"over {name}"
+        )
+    axes.axvline(1, color="black", lw=0.8)
+    axes.set(yticks=range(len(ops)), yticklabels=ops, xscale="log", xlabel="times faster than the baseline (geometric mean, range)")
+    ticks = [t for t in (0.5, 1, 2, 5, 10, 20, 50, 100) if t <= 2 ** math.ceil(math.log2(max(2.0, axes.get_xlim()[1])))]
+    axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    axes.minorticks_off()
+    axes.invert_yaxis()
+    axes.legend(fontsize=7, frameon=False)
+    axes.set_title(f"{records[-1]['gpu']}: speed-up", fontsize=9)
+    return _save(plt, figure, folder / SPEEDUP)
+
+
+def _errors(low: list[float], high: list[float]) -> list[list[float]]:
+    return [[max(0.0, v) for v in low], [max(0.0, v) for v in high]]
+
+
+def draw(records: list[Record], folder: Path = IMAGES) -> list[Path]:
+    """Both pictures; nothing without records."""
+    return [roofline(records, folder), speedup(records, folder)] if records else []
