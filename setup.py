@@ -48,9 +48,10 @@ def kernel_extension() -> Extension | None:
     if home is None or not has_cxx():
         if LIBRARY.exists():
             raise SystemExit(
-                f"pyllm: {LIBRARY} was built from other sources than csrc, and without nvcc and g++ it cannot be rebuilt; delete it to go on"
+                f"pyllm: {LIBRARY} was built from other sources or flags, and nvcc and a C++ compiler to rebuild it were not found; "
+                "delete it to go on with the CPU references"
             )
-        say("no nvcc with its headers (CUDA 12.8 or later) and g++ found: installed with the CPU references alone, without CUDA kernels")
+        say("no nvcc with its headers and C++ compiler found: CPU references alone, no CUDA kernels")
         return None
     # A CPU build of torch names no toolkit; and torch's own CUDA version does not matter here, since the library links its own static
     # runtime. With the version set, torch's builder also writes dependency files, so that an edited header rebuilds its kernels.
@@ -75,7 +76,7 @@ def runtime_extension() -> Extension | None:
     if not digest.runtime_sources():
         return None
     if not has_cxx():
-        say("no g++ found: the executor's host code runs in Python")
+        say("no C++ compiler found: the executor's host code runs in Python")
         return None
     import pybind11
 

@@ -1,19 +1,17 @@
-"""Every op of pyllm, as documented Python functions over `torch.ops.pyllm.*`."""
+"""Every op of pyllm, as documented Python functions over `torch.ops.pyllm.*`; loads the CUDA kernels where they were built."""
 
 from __future__ import annotations
 
 from pyllm import _native
 from pyllm.ops.attention import paged_attention
-from pyllm.ops.fused import ACTS, act, act_mul, embed_tokens, softcap
+from pyllm.ops.fused import act, act_mul, embed_tokens, softcap
 from pyllm.ops.gemm import linear
-from pyllm.ops.moe import SCORING, moe_experts, route_experts
+from pyllm.ops.moe import moe_experts, route_experts
 from pyllm.ops.rope import qk_norm_rope_append
 
 _native.load()
 
 __all__ = [
-    "ACTS",
-    "SCORING",
     "act",
     "act_mul",
     "embed_tokens",

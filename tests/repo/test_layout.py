@@ -1,0 +1,127 @@
+"""One op, one stem, five places; small files; nothing that must not be in the package."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from pyllm.ops.registry import OpInfo
+from tests.repo.sources import ALL_OPS, KERNEL_OPS, files, name
+from tools.digest import CSRC, ROOT
+
+NO_BENCH: dict[str, str] = {}
+"""op -> why it has no bench file yet."""
+
+TOO_LONG: dict[str, str] = {}
+"""file, or file:function -> why it may pass the budget."""
+
+
+@pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
+def test_a_kernel_op_has_its_sources(op: OpInfo) -> None:
+    missing = [f"csrc/{op.stem}{suffix}" for suffix in (".cuh", ".cu", ".h") if not (CSRC / f"{op.stem}{suffix}").is_file()]
+    assert not missing, f"{op.name}: no {', '.join(missing)}"
+    folder = op.stem.split("/")[0]
+    assert any(f'"{op.name}"' in path.read_text(encoding="utf-8") for path in (CSRC / folder).glob("bind*.cpp")), (
+        f"{op.name}: not registered in csrc/{folder}/bind.cpp"
+    )
+
+
+@pytest.mark.parametrize("op", ALL_OPS, ids=lambda op: op.name)
+def test_an_op_has_its_documentation_test_and_bench(op: OpInfo) -> None:
+    folder, stem = op.stem.split("/")
+    module, function = op.public.rsplit(".", 1)
+    assert getattr(importlib.import_module(module), function).__doc__, f"{op.public} has no docstring"
+    places = [f"tests/{folder}/test_{stem}.py"] + ([] if op.name in NO_BENCH else [f"bench/{folder}/bench_{stem}.py"])
+    missing = [place for place in places if not (ROOT / place).is_file()]
+    assert not missing, f"{op.name}: no {', '.join(missing)}"
+
+
+def budget(path: Path) -> int:
+    where = path.relative_to(ROOT).parts
+    if path.suffix in (".cu", ".cuh"):
+        return 600
+    if path.suffix in (".cpp", ".h"):
+        return 300
+    if where[:2] == ("pyllm", "models") and path.name not in ("__init__.py", "hf.py"):
+        return 40
+    return 500 if where[0] == "tests" else 300
+
+
+def test_files_are_short() -> None:
+    long = []
+    for path in files("*.py", "*.cu", "*.cuh", "*.cpp", "*.h"):
+        lines = path.read_text(encoding="utf-8").count("\n")
+        if lines > budget(path) and name(path) not in TOO_LONG:
+            long.append(f"{name(path)}: {lines} lines, at most {budget(path)}")
+    assert not long, "\n".join(long)
+
+
+def test_functions_are_short() -> None:
+    long = []
+    for path in files("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > 60 and f"{name(path)}:{node.name}" not in TOO_LONG:
+                    long.append(f"{name(path)}:{node.lineno} {node.name}: {lines} lines, at most 60")
+    assert not long, "\n".join(long)
+
+
+FORBIDDEN_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "torch.load", "torch.save", "os.system", "os.getenv", "os.popen", "numpy.load", "np.load"}
+
+
+def dotted(node: ast.expr) -> str:
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join(reversed([*parts, node.id])) if isinstance(node, ast.Name) else ""
+
+
+@pytest.mark.parametrize("path", files("*.py", under="pyllm"), ids=name)
+def test_the_package_runs_no_code_from_files_and_reads_no_environment(path: Path) -> None:
+    bad = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            bad += [f"{node.lineno}: import {a.name}" for a in node.names if a.name.split(".")[0] in FORBIDDEN_MODULES]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FORBIDDEN_MODULES:
+            bad.append(f"{node.lineno}: from {node.module} import ...")
+        elif isinstance(node, ast.Call) and dotted(node.func) in FORBIDDEN_CALLS:
+            bad.append(f"{node.lineno}: {dotted(node.func)}(...)")
+        elif isinstance(node, ast.Attribute) and dotted(node) == "os.environ":
+            bad.append(f"{node.lineno}: os.environ")
+    assert not bad, f"{name(path)}: {'; '.join(bad)}"
+
+
+def test_nothing_is_left_for_later() -> None:
+    marks = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
+    found = [
+        f"{name(path)}:{number}"
+        for path in files("*.py", "*.cu", "*.cuh", "*.cpp", "*.h", "*.md", "Makefile")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if marks.search(line)
+    ]
+    assert not found, ", ".join(found)
+
+
+def test_torch_headers_stay_out_of_kernels() -> None:
+    """An edit to a kernel rebuilds one unit, and the device code compiles under NVRTC: only bind.cpp and its two headers see torch."""
+    allowed = {CSRC / "common" / "check.h", CSRC / "common" / "bind.h"}
+    torch_header = re.compile(r'#\s*include\s+(?:["<](?:torch|ATen|c10)/|"common/(?:check|bind)\.h")')
+    found = [
+        name(path)
+        for path in files("*.cu", "*.cuh", "*.h", under="csrc")
+        if path not in allowed and torch_header.search(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, ", ".join(found)
+
+
+def test_only_launch_h_launches() -> None:
+    """`launch` adds programmatic dependent launch and checks the result; <<< >>> does neither."""
+    found = [name(path) for path in files("*.cu", "*.cuh", "*.cpp", "*.h", under="csrc") if "<<<" in path.read_text(encoding="utf-8")]
+    assert not found, ", ".join(found)
