@@ -1,0 +1,9 @@
+#include "norm/rms_norm.h"
+
+#include "norm/rms_norm.cuh"
+
+namespace pyllm {
+
+void rms_norm(const NormParams& p, cudaStream_t stream) { norm::run_norm<norm::RmsFormula>("rms_norm", p, stream); }
+
+}  // namespace pyllm
