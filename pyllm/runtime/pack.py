@@ -1,4 +1,4 @@
-"""The step packer in plain Python: the twin of `csrc/runtime/step_packer.cpp`, same results and messages, for machines without a compiler."""
+"""The step packer in plain Python: twin of `csrc/runtime/step_packer.cpp`, same results and messages, where there is no compiler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class StepPacker:
 
     ids, positions, slots `[T]` (slot = page * P + offset); q_starts `[B + 1]`; kv_lens `[B]` after the step; page_table `[B, W]` dense at
     the step's width, unused entries 0 (the dummy page); logit_rows `[R]`, the last token of each sequence that wants logits.
-    The arrays' sizes are the capacities: T_max, B_max + 1, B_max, B_max * W_max, R_max. Valid pages are 1 to pages - 1, valid tokens 0 to vocab - 1.
+    The arrays' sizes are the capacities: T_max, B_max + 1, B_max, B_max * W_max, R_max.
+    Valid pages are 1 to pages - 1, valid tokens 0 to vocab - 1.
     """
 
     def __init__(

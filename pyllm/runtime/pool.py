@@ -1,4 +1,4 @@
-"""The page allocator in plain Python: the twin of `csrc/runtime/block_pool.cpp`, same results and messages, for machines without a compiler."""
+"""The page allocator in plain Python: twin of `csrc/runtime/block_pool.cpp`, same results and messages, where there is no compiler."""
 
 from __future__ import annotations
 

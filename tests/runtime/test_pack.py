@@ -82,18 +82,18 @@ def test_packs_what_the_model_says_and_nothing_else(twin, first, second) -> None
 
 
 ERRORS = [
-    (dict(tokens=[]), "tokens is empty, expected at least one"),
-    (dict(start=-1), "start is -1, expected 0 or more"),
-    (dict(start=8), "positions 8 to 8 + 1 need more than the 2 pages given"),
-    (dict(start=2**62), "need more than the 2 pages given"),
-    (dict(tokens=range(9)), "positions 0 to 0 + 9 need more than the 2 pages given"),
-    (dict(tokens=range(13), pages=range(1, 9)), "the step is full: 3 + 13 tokens, capacity 15"),
-    (dict(tokens=range(12), pages=range(1, 9)), "3 pages do not fit the width 2"),
-    (dict(tokens=[-1]), "token id -1 is outside 0 to 49"),
-    (dict(tokens=[3, 50]), "token id 50 is outside 0 to 49"),
-    (dict(pages=[0, 1]), "page 0 is outside 1 to 9"),
-    (dict(pages=[1, 10], start=4), "page 10 is outside 1 to 9"),
-    (dict(pages=[]), "need more than the 0 pages given"),
+    ({"tokens": []}, "tokens is empty, expected at least one"),
+    ({"start": -1}, "start is -1, expected 0 or more"),
+    ({"start": 8}, "positions 8 to 8 + 1 need more than the 2 pages given"),
+    ({"start": 2**62}, "need more than the 2 pages given"),
+    ({"tokens": range(9)}, "positions 0 to 0 + 9 need more than the 2 pages given"),
+    ({"tokens": range(13), "pages": range(1, 9)}, "the step is full: 3 + 13 tokens, capacity 15"),
+    ({"tokens": range(12), "pages": range(1, 9)}, "3 pages do not fit the width 2"),
+    ({"tokens": [-1]}, "token id -1 is outside 0 to 49"),
+    ({"tokens": [3, 50]}, "token id 50 is outside 0 to 49"),
+    ({"pages": [0, 1]}, "page 0 is outside 1 to 9"),
+    ({"pages": [1, 10], "start": 4}, "page 10 is outside 1 to 9"),
+    ({"pages": []}, "need more than the 0 pages given"),
 ]
 
 
@@ -104,40 +104,43 @@ def test_a_refused_sequence_leaves_the_step_as_it_was(twin, change, text) -> Non
     packer.begin(2)
     packer.add(ints([1, 2, 3]), 0, ints([5]), True)
     before = {n: a.copy() for n, a in buffers.items()}
-    args = dict(tokens=[7], start=0, pages=[1, 2], wants_logits=True) | change
+    args = {"tokens": [7], "start": 0, "pages": [1, 2], "wants_logits": True} | change
     with pytest.raises(ValueError) as caught:
         packer.add(ints(args["tokens"]), args["start"], ints(args["pages"]), args["wants_logits"])
-    assert str(caught.value).startswith("StepPacker: ") and text in str(caught.value)
-    assert all((buffers[n] == before[n]).all() for n in NAMES) and packer.tokens == 3
+    assert str(caught.value).startswith("StepPacker: ")
+    assert text in str(caught.value)
+    assert all((buffers[n] == before[n]).all() for n in NAMES)
+    assert packer.tokens == 3
     packer.add(ints([9]), 3, ints([5]), False)
     assert (packer.tokens, packer.sequences, packer.rows) == (4, 2, 1)
 
 
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize(
-    ("sizes", "width", "text"),
+    ("sizes", "width", "fits", "text"),
     [
-        (dict(b=2), 2, "the step is full: capacity 2 sequences"),
-        (dict(r=2), 2, "the step is full: capacity 2 rows with logits"),
-        (dict(w=2), 6, "the page table is full: 3 rows of 6, capacity 16"),
-        (dict(w=2), 2**62, "the page table is full"),
+        ({"b": 2}, 2, 2, "the step is full: capacity 2 sequences"),
+        ({"r": 2}, 2, 2, "the step is full: capacity 2 rows with logits"),
+        ({"w": 2}, 6, 2, "the page table is full: 3 rows of 6, capacity 16"),
+        ({"w": 2}, 2**62, 0, "the page table is full"),
     ],
 )
-def test_capacities(twin, sizes, width, text) -> None:
+def test_capacities(twin, sizes, width, fits, text) -> None:
     packer, _ = make(twin, **sizes)
     packer.begin(width)
+    for _ in range(fits):
+        packer.add(ints([1]), 0, ints([1]), True)
     with pytest.raises(ValueError, match=text):
-        for _ in range(3):
-            packer.add(ints([1]), 0, ints([1]), True)
+        packer.add(ints([1]), 0, ints([1]), True)
 
 
 @pytest.mark.parametrize("twin", TWINS)
 def test_bad_construction_and_types(twin) -> None:
     for bad, text in [
-        (dict(page_size=0), "page_size is 0"),
-        (dict(pages=1), "pages is 1"),
-        (dict(pages=2**29), "beyond int32, got 536870912 \\* 4"),
-        (dict(vocab=0), "vocab is 0"),
+        ({"page_size": 0}, "page_size is 0"),
+        ({"pages": 1}, "pages is 1"),
+        ({"pages": 2**29}, "beyond int32, got 536870912 \\* 4"),
+        ({"vocab": 0}, "vocab is 0"),
     ]:
         with pytest.raises(ValueError, match=f"StepPacker: .*{text}"):
             make(twin, **bad)

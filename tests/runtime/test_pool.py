@@ -48,7 +48,9 @@ class PoolMachine(RuleBasedStateMachine):
         free = self.PAGES - 1 - len(self.held)
         got = self.both("allocate", count)
         if 0 <= count <= free:
-            assert len(set(got)) == count and not set(got) & set(self.held) and 0 not in got
+            assert len(set(got)) == count
+            assert not set(got) & set(self.held)
+            assert 0 not in got
             self.held.update(got)
         else:
             assert isinstance(got, tuple)
@@ -66,7 +68,8 @@ class PoolMachine(RuleBasedStateMachine):
         pages = data.draw(st.lists(st.sampled_from(sorted(self.held)), max_size=6))
         got = self.both("free", ints(pages))
         if any(n > self.held[page] for page, n in Counter(pages).items()):
-            assert got[0] is ValueError and "double free" in got[1]
+            assert got[0] is ValueError
+            assert "double free" in got[1]
         else:
             assert got is None
             self.held -= Counter(pages)
@@ -80,7 +83,8 @@ class PoolMachine(RuleBasedStateMachine):
     def nothing_lost(self) -> None:
         for twin in self.twins:
             twin.check()
-            assert twin.used == len(self.held) and twin.available + twin.used == twin.total == self.PAGES - 1
+            assert twin.used == len(self.held)
+            assert twin.available + twin.used == twin.total == self.PAGES - 1
             assert all(twin.ref_count(page) == self.held[page] for page in range(1, self.PAGES))
 
 
@@ -94,7 +98,8 @@ def test_order_is_fresh_ascending_then_last_freed_first(twin) -> None:
     assert p.allocate(3).tolist() == [1, 2, 3]
     p.free(ints([2, 1]))
     assert p.allocate(3).tolist() == [1, 2, 4]
-    assert p.allocate(0).tolist() == [] and p.available == 1
+    assert p.allocate(0).tolist() == []
+    assert p.available == 1
 
 
 @pytest.mark.parametrize("twin", TWINS)

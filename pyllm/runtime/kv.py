@@ -1,0 +1,105 @@
+"""The paged KV pool: for each KV slot of a model, pages of keys and values.
+
+Letters: P page size, K KV heads, D head dim. Page 0 is the dummy page (see pool.py): it exists in the tensors and belongs to nobody.
+The pages start uninitialised: every op reads only the first kv_len keys of a sequence.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pyllm.runtime.batch import KvCache
+
+PAGE_SIZES = (16, 32, 64, 128)
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+
+
+class SlotSizes(Protocol):
+    """What the pool needs to know of a KV slot (`pyllm.layers.KvSlot`)."""
+
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+class KvPool:
+    """`caches[slot]`: a `KvCache` with k, v `[pages, P, K, D]`.
+
+    scales: for an FP8 cache, slot -> (k_scale, v_scale), dequantisation scales fp32 `[1]` or `[K]`; slots left out have scale 1.
+    Errors: a size that is not allowed (ValueError), more bytes than the device has free (MemoryError).
+    """
+
+    def __init__(
+        self,
+        slots: Mapping[int, SlotSizes],
+        pages: int,
+        page_size: int = 64,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        scales: Mapping[int, tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
+        self.page_bytes = page_bytes(slots, page_size, dtype)
+        self.device = torch.device(device)
+        if pages < 2:
+            raise ValueError(f"KvPool: pages is {pages}, expected at least 2 (page 0 is the dummy page)")
+        if pages * page_size > 2**31 - 1:
+            raise ValueError(f"KvPool: {pages} pages of {page_size} tokens are beyond the int32 slots of a batch")
+        self.pages, self.page_size, self.dtype = pages, page_size, dtype
+        self.bytes = pages * self.page_bytes
+        free = free_bytes(self.device)
+        if self.bytes > free:
+            raise MemoryError(
+                f"KvPool: {pages} pages of {page_size} tokens take {show_bytes(self.bytes)}, {show_bytes(free)} are free on {self.device}"
+            )
+        self.caches = {number: self._cache(number, slot, dict(scales or {})) for number, slot in slots.items()}
+
+    def _cache(self, number: int, slot: SlotSizes, scales: dict[int, tuple[Tensor, Tensor]]) -> KvCache:
+        k, v = (
+            torch.empty(self.pages, self.page_size, slot.kv_heads, slot.head_dim, dtype=self.dtype, device=self.device) for _ in range(2)
+        )
+        if self.dtype != torch.float8_e4m3fn:
+            if number in scales:
+                raise ValueError(f"KvPool: slot {number} has scales, but the cache is {self.dtype}, not float8_e4m3fn")
+            return KvCache(k, v)
+        one = torch.ones(1, dtype=torch.float32, device=self.device)
+        k_scale, v_scale = (self._scale(number, slot, s) for s in scales.get(number, (one, one)))
+        return KvCache(k, v, k_scale, v_scale)
+
+    def _scale(self, number: int, slot: SlotSizes, scale: Tensor) -> Tensor:
+        if scale.dtype != torch.float32 or scale.dim() != 1 or scale.numel() not in (1, slot.kv_heads):
+            raise ValueError(
+                f"KvPool: a scale of slot {number} is {scale.dtype} {list(scale.shape)}, expected float32 [1] or [{slot.kv_heads}]"
+            )
+        return scale.to(self.device)
+
+
+def page_bytes(slots: Mapping[int, SlotSizes], page_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one page over all slots, keys and values."""
+    if page_size not in PAGE_SIZES:
+        raise ValueError(f"KvPool: page_size is {page_size}, expected one of {', '.join(map(str, PAGE_SIZES))}")
+    if dtype not in KV_DTYPES:
+        raise ValueError(f"KvPool: dtype is {dtype}, expected one of {', '.join(str(d).removeprefix('torch.') for d in KV_DTYPES)}")
+    return sum(2 * page_size * s.kv_heads * s.head_dim * dtype.itemsize for s in slots.values())
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that an allocation on the device can still get."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        return kib * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def show_bytes(n: int) -> str:
+    return f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"

@@ -1,0 +1,59 @@
+"""The buffers of a step: one host array that the packer fills, one copy to the device, one `Batch` of views."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from pyllm.runtime.batch import Batch, KvCache
+from pyllm.runtime.host import StepPacker
+from pyllm.runtime.schedule import Work
+
+
+class StepBuffers:
+    """Room for `max_tokens` tokens of `max_batch` sequences with up to `max_pages` pages each.
+
+    All index arrays live in one int32 array, the page table last and dense at the step's width, so that a step is one copy of what it uses.
+    """
+
+    def __init__(
+        self, *, max_tokens: int, max_batch: int, max_pages: int, page_size: int, pages: int, vocab: int, device: torch.device
+    ) -> None:
+        t, b = max_tokens, max_batch
+        sizes = {"ids": t, "positions": t, "slots": t, "q_starts": b + 1, "kv_lens": b, "logit_rows": b, "page_table": b * max_pages}
+        self._at, end = {}, 0
+        for name, size in sizes.items():
+            self._at[name] = end
+            end += -(-size // 4) * 4  # each array starts at a multiple of 16 bytes
+        self._cuda = device.type == "cuda"
+        self._host = torch.zeros(end, dtype=torch.int32, pin_memory=self._cuda)
+        self._device = torch.zeros(end, dtype=torch.int32, device=device) if self._cuda else self._host
+        whole = self._host.numpy()
+        arrays = {name: whole[self._at[name] : self._at[name] + size] for name, size in sizes.items()}
+        self._page_size = page_size
+        self._packer = StepPacker(**arrays, page_size=page_size, pages=pages, vocab=vocab)
+
+    def pack(self, work: Sequence[Work], caches: Mapping[int, KvCache]) -> Batch:
+        """The step's Batch. Its tensors are views of these buffers: the next `pack` overwrites them, so the step must have run by then."""
+        width = max(-(-(w.start + w.count) // self._page_size) for w in work)
+        self._packer.begin(width)
+        for w in work:
+            self._packer.add(w.request.tokens[w.start : w.start + w.count], w.start, w.request.pages, w.wants_logits)
+        t, b, r = self._packer.tokens, self._packer.sequences, self._packer.rows
+        if self._cuda:
+            used = self._at["page_table"] + b * width
+            self._device[:used].copy_(self._host[:used], non_blocking=True)
+        return Batch(
+            ids=self._view("ids", t),
+            positions=self._view("positions", t),
+            slots=self._view("slots", t),
+            q_starts=self._view("q_starts", b + 1),
+            kv_lens=self._view("kv_lens", b),
+            page_table=self._view("page_table", b * width).view(b, width),
+            caches=caches,
+            logit_rows=self._view("logit_rows", r),
+        )
+
+    def _view(self, name: str, size: int) -> torch.Tensor:
+        return self._device[self._at[name] : self._at[name] + size]

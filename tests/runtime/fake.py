@@ -1,0 +1,103 @@
+"""A model without weights that checks every promise of a Batch: it writes what it is given into the cache pages, reads each whole sequence
+back through the page table, and chooses the next token from that history alone. A mistake in packing or paging changes its answer.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from pyllm.runtime.batch import Batch
+
+VOCAB = 61
+NAN_TOKEN = 60  # a sequence that ends in it gets a row of NaN
+EOS = 7
+
+
+class FakeSpec:
+    def __init__(self, max_positions: int = 120, vocab_size: int = VOCAB) -> None:
+        self.max_positions, self.vocab_size = max_positions, vocab_size
+
+    def kv_slots(self):
+        return {3: SimpleNamespace(kv_heads=2, head_dim=8, window=None)}
+
+
+def hashed(history: Sequence[int]) -> int:
+    """The next token of a history: any other history gives another one."""
+    return zlib.crc32(np.asarray(history, np.int64).tobytes()) % (NAN_TOKEN - 1)
+
+
+class FakeModel:
+    """`module(batch)`: logits with `choose(history)` on top. steps: (tokens, sequences, rows) of each call."""
+
+    def __init__(self, choose: Callable[[Sequence[int]], int] = hashed, vocab: int = VOCAB, peak: float = 9.0) -> None:
+        self.choose, self.vocab, self.peak = choose, vocab, peak
+        self.steps: list[tuple[int, int, int]] = []
+
+    def __call__(self, b: Batch) -> torch.Tensor:
+        assert list(b.caches) == [3]
+        t, n = len(b.ids), len(b.kv_lens)
+        for name in ("ids", "positions", "slots", "q_starts", "kv_lens", "page_table", "logit_rows"):
+            array = getattr(b, name)
+            assert array.dtype == torch.int32, name
+            assert array.device == b.caches[3].k.device, name
+        assert b.positions.shape == b.slots.shape == (t,)
+        assert b.page_table.shape[0] == n
+        ids, positions, slots, starts, lens = (x.tolist() for x in (b.ids, b.positions, b.slots, b.q_starts, b.kv_lens))
+        assert starts[0] == 0
+        assert starts[-1] == t
+        assert len(starts) == n + 1
+        assert len(set(slots)) == t, "two tokens in one place of the cache"
+        histories = self._histories(b, ids, positions, slots, starts, lens)
+        ends = [e - 1 for e in starts[1:]]
+        rows = b.logit_rows.tolist()
+        assert set(rows) <= set(ends)
+        assert rows == sorted(rows)
+        self.steps.append((t, n, len(rows)))
+        logits = torch.zeros(len(rows), self.vocab)
+        for i, row in enumerate(rows):
+            history = histories[ends.index(row)]
+            logits[i, self.choose(history)] = self.peak
+            if history[-1] == NAN_TOKEN:
+                logits[i, 11] = float("nan")
+        return logits.to(b.ids.device)
+
+    def _histories(self, b: Batch, ids, positions, slots, starts, lens) -> list[list[int]]:
+        k, v = b.caches[3].k, b.caches[3].v
+        pages, page_size = k.shape[:2]
+        flat_k, flat_v = (c.view(pages * page_size, *c.shape[2:]) for c in (k, v))
+        at = torch.tensor(slots, device=k.device)
+        flat_k[at] = b.ids.to(k.dtype)[:, None, None].expand(-1, *k.shape[2:])
+        flat_v[at] = b.positions.to(v.dtype)[:, None, None].expand(-1, *v.shape[2:])
+        owner: dict[int, int] = {}
+        out = []
+        for i, length in enumerate(lens):
+            first, end = starts[i : i + 2]
+            assert end > first
+            assert positions[first:end] == list(range(length - (end - first), length))
+            table = b.page_table[i].tolist()
+            used = table[: -(-length // page_size)]
+            assert all(0 < p < pages for p in used), "the dummy page or an unknown one is in use"
+            assert set(table[len(used) :]) <= {0}
+            assert all(owner.setdefault(p, i) == i for p in used), "two sequences share a page"
+            places = torch.tensor([used[j // page_size] * page_size + j % page_size for j in range(length)], device=k.device)
+            assert slots[first:end] == places[positions[first] :].tolist()
+            assert flat_v[places].unique(dim=1).shape[1] == 1
+            assert flat_v[places, 0, 0].tolist() == list(range(length)), "a position of the sequence was never stored, or was overwritten"
+            out.append([int(x) for x in flat_k[places, -1, -1].tolist()])
+            assert out[-1][-(end - first) :] == ids[first:end]
+        return out
+
+
+def expected(prompt: Sequence[int], max_tokens: int, limit: int, choose: Callable = hashed, stops: Sequence[int] = ()) -> list[int]:
+    """What a request must give, one token after the other."""
+    history = list(prompt)
+    while len(history) < min(len(prompt) + max_tokens, limit):
+        history.append(choose(history))
+        if history[-1] in stops:
+            break
+    return history[len(prompt) :]

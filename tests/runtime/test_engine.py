@@ -1,0 +1,278 @@
+"""The engine over the checking fake model: any mix of requests gives each the tokens it gets alone, and every page comes back."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyllm.runtime.engine import Engine
+from pyllm.runtime.params import SamplingParams
+from tests.runtime.fake import EOS, NAN_TOKEN, VOCAB, FakeModel, FakeSpec, expected, hashed
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def make(model=None, spec=None, **options) -> Engine:
+    options = {"page_size": 16, "pages": 40, "max_batch": 4, "chunk": 24} | options
+    engine = Engine(spec or FakeSpec(), model or FakeModel(), **options)
+    for cache in engine.kv.caches.values():  # what nobody stored must never be read
+        cache.k.fill_(math.nan)
+        cache.v.fill_(math.nan)
+    return engine
+
+
+def assert_idle(engine: Engine) -> None:
+    assert not engine.has_work
+    engine.pool.check()
+    assert engine.pool.used == 0
+    assert engine.pool.available == engine.pool.total
+
+
+EDGES = [1, 2, 15, 16, 17, 31, 32, 33, 48, 60]
+REQUESTS = st.lists(
+    st.tuples(
+        st.sampled_from(EDGES),  # prompt length
+        st.sampled_from([1, 2, 5, 16, 17, 40, 500]),  # max_tokens; 500 reaches the context's end
+        st.integers(0, 12),  # submitted before this step
+        st.sampled_from([None, None, None, 0, 3, 9]),  # aborted so many steps later
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@settings(max_examples=60)
+@given(
+    requests=REQUESTS, pages=st.sampled_from([9, 12, 40]), max_batch=st.sampled_from([1, 2, 5]), chunk=st.sampled_from([1, 7, 16, 33, 200])
+)
+def test_any_schedule_gives_each_request_its_own_tokens(requests, pages, max_batch, chunk) -> None:
+    model = FakeModel()
+    engine = make(model, pages=pages, max_batch=max_batch, chunk=chunk)
+    live, aborts, rng = [], {}, np.random.default_rng(sum(n for n, *_ in requests))
+    for step in range(10_000):
+        for n, max_tokens, at, abort_after in requests:
+            if at == step:
+                r = engine.submit(rng.integers(0, NAN_TOKEN - 1, n).tolist(), SamplingParams(max_tokens=max_tokens))
+                live.append(r)
+                if abort_after is not None:
+                    aborts.setdefault(step + abort_after, []).append(r)
+        for r in aborts.get(step, ()):
+            engine.abort(r)
+        moved = engine.step()
+        assert all(r.token_ids for r in moved)
+        assert engine.pool.available + engine.pool.used == engine.pool.total
+        if step > 12 and not engine.has_work:
+            break
+    assert len(live) == len(requests)
+    for r in live:
+        want = expected(r.prompt_token_ids, r.params.max_tokens, engine.spec.max_positions)
+        assert r.token_ids == (want if r.finish_reason == "length" else want[: len(r.token_ids)])
+        assert r.finish_reason in ("length", "abort")
+    assert all(t <= max_batch + chunk and b <= max_batch for t, b, _ in model.steps)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_mixed_batch_on_each_device(device) -> None:
+    engine = make(device=device, chunk=20)
+    requests = [engine.submit(list(range(1, 1 + n)), SamplingParams(max_tokens=20)) for n in (1, 16, 17, 40, 33, 5)]
+    engine.run()
+    for r in requests:
+        assert r.token_ids == expected(r.prompt_token_ids, 20, engine.spec.max_positions)
+    assert_idle(engine)
+
+
+def test_a_prompt_is_prefilled_beside_decodes() -> None:
+    model = FakeModel()
+    engine = make(model, chunk=16)
+    engine.submit([1, 2, 3], SamplingParams(max_tokens=12))
+    engine.step()
+    engine.submit(list(range(40)), SamplingParams(max_tokens=2))
+    engine.run()
+    assert model.steps[:5] == [(3, 1, 1), (17, 2, 1), (17, 2, 1), (9, 2, 2), (2, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "count"),
+    [
+        ({"max_tokens": 50}, "stop", 4),
+        ({"max_tokens": 4}, "stop", 4),
+        ({"max_tokens": 3}, "length", 3),
+        ({"max_tokens": 50, "ignore_eos": True}, "length", 50),
+        ({"max_tokens": 50, "stop_token_ids": (5,)}, "stop", 2),
+        ({"max_tokens": 50, "ignore_eos": True, "stop_token_ids": (8,)}, "stop", 5),
+        ({"max_tokens": 500, "ignore_eos": True}, "length", 117),
+    ],
+)
+def test_why_a_request_ends(options, reason, count) -> None:
+    engine = make(FakeModel(choose=lambda history: len(history) + 1 if len(history) < 20 else 30), eos_ids=(EOS, 59))
+    r = engine.submit([1, 1, 1], SamplingParams(**options))
+    engine.run()
+    assert (r.finish_reason, len(r.token_ids)) == (reason, count)
+    assert r.token_ids[:4] == [4, 5, 6, 7][:count]
+    assert r.stop_reason == (r.token_ids[-1] if reason == "stop" else None)
+    assert r.text_token_ids == (r.token_ids[:-1] if reason == "stop" else r.token_ids)
+    assert_idle(engine)
+
+
+def test_the_context_ends_a_request_that_starts_at_its_last_position() -> None:
+    engine = make(spec=FakeSpec(max_positions=33))
+    r = engine.submit([5] * 32, SamplingParams(max_tokens=9))
+    engine.run()
+    assert (r.finish_reason, len(r.token_ids)) == ("length", 1)
+
+
+def test_requests_start_in_order_of_arrival_and_wait_for_their_pages() -> None:
+    engine = make(pages=5, max_batch=4)  # 4 pages of 16
+    first = engine.submit([1] * 20, SamplingParams(max_tokens=13))  # 2 pages: positions 0 to 31
+    big = engine.submit([2] * 40, SamplingParams(max_tokens=9))  # 3 pages: must wait for the first
+    small = engine.submit([3], SamplingParams(max_tokens=2))  # 1 page, free all the time, but behind the big one
+    while not first.finished:
+        engine.step()
+        assert engine.pool.used in (0, 2)
+    assert not big.token_ids
+    assert not small.token_ids
+    engine.step()
+    assert engine.pool.used == 4
+    engine.run()
+    assert big.timing.admitted >= first.timing.last_token
+    assert_idle(engine)
+
+
+def test_nan_logits_fail_one_request_alone() -> None:
+    engine = make()
+    good = engine.submit([1, 2, 3], SamplingParams(max_tokens=8, logprobs=1))
+    bad = engine.submit([4, NAN_TOKEN], SamplingParams(max_tokens=8, logprobs=1))
+    sampled = engine.submit([5, 6], SamplingParams(max_tokens=8, temperature=1e-3))
+    engine.run()
+    assert (bad.finish_reason, bad.token_ids, bad.logprobs) == ("error", [], [])
+    assert "the model's logits at position 1 hold no finite number or a NaN" in bad.error
+    assert good.token_ids == expected([1, 2, 3], 8, 120)
+    assert sampled.token_ids == expected([5, 6], 8, 120)
+    assert good.error is None
+    assert_idle(engine)
+
+
+def test_abort_while_waiting_running_and_after_the_end() -> None:
+    engine = make(max_batch=1)
+    a, b, c = (engine.submit([i, i], SamplingParams(max_tokens=30)) for i in (1, 2, 3))
+    engine.step()
+    engine.abort(b)
+    engine.step()
+    engine.abort(a)
+    assert (a.finish_reason, b.finish_reason, len(a.token_ids), b.token_ids) == ("abort", "abort", 2, [])
+    engine.run()
+    engine.abort(c)
+    assert (c.finish_reason, len(c.token_ids)) == ("length", 30)
+    assert_idle(engine)
+    assert engine.step() == []
+
+
+def test_a_model_that_raises_leaves_the_engine_usable() -> None:
+    model = FakeModel()
+    engine = make(model)
+    r = engine.submit([1, 2, 3], SamplingParams(max_tokens=5))
+    engine.step()
+    good, model.choose = model.choose, lambda history: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    model.choose = good
+    engine.run()
+    assert r.token_ids == expected([1, 2, 3], 5, 120)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_seed_gives_the_same_tokens_in_any_batch(device) -> None:
+    def tokens(company: int, chunk: int, **options) -> list[int]:
+        engine = make(FakeModel(peak=1.0), device=device, chunk=chunk, max_batch=6)
+        for i in range(company):
+            engine.submit([i + 1] * (3 * i + 2), SamplingParams(max_tokens=9, temperature=0.7, top_k=5 + i, top_p=0.9, min_p=0.01))
+        r = engine.submit([9, 8, 7], SamplingParams(max_tokens=24, temperature=1.0, **options))
+        engine.run()
+        return r.token_ids
+
+    alone = tokens(0, 24, seed=5)
+    assert tokens(5, 7, seed=5) == alone
+    assert tokens(0, 24, seed=6) != alone
+    assert tokens(0, 24) != tokens(0, 24)  # drawn at admission; equal with probability 61^-24
+    assert len(set(alone)) > 3
+
+
+def test_top_k_1_and_a_tiny_top_p_are_greedy_and_defaults_are() -> None:
+    for options in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 0.0, "top_p": 0.5}, {}):
+        engine = make(FakeModel(peak=1.0))
+        r = engine.submit([3, 1, 4], SamplingParams(max_tokens=10, **options))
+        engine.run()
+        assert r.token_ids == expected([3, 1, 4], 10, 120), options
+
+
+def test_logprobs_where_asked() -> None:
+    engine = make()
+    plain = engine.submit([1, 2], SamplingParams(max_tokens=3))
+    own = engine.submit([3, 4], SamplingParams(max_tokens=3, logprobs=0))
+    top = engine.submit([5, 6, 7], SamplingParams(max_tokens=3, logprobs=4, temperature=0.5, seed=1))
+    engine.run()
+    # One logit of 9 among zeros: log p = 9 - log(e^9 + V - 1), or 0 - the same for any other token.
+    norm = math.log(math.exp(9.0) + VOCAB - 1)
+    assert plain.logprobs is None
+    assert [p.token_id for p in own.logprobs] == own.token_ids
+    assert all(p.top == () and p.rank == 1 and abs(p.logprob - (9 - norm)) < 1e-5 for p in own.logprobs)
+    history = [5, 6, 7]
+    for p in top.logprobs:
+        best = hashed(history)
+        assert abs(p.logprob - (9.0 * (p.token_id == best) - norm)) < 1e-5
+        assert len(p.top) == 4
+        assert p.top[0][0] == best
+        history.append(p.token_id)
+    assert history[3:] == top.token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "text"),
+    [
+        ([], {}, "submit: the prompt is empty, expected at least one token"),
+        ([1] * 120, {}, "submit: the prompt has 120 tokens, expected at most 119 (the context is 120 positions)"),
+        ([1, VOCAB], {}, "submit: the prompt holds 61, expected token ids from 0 to 60"),
+        ([1, -1], {}, "submit: the prompt holds -1, expected"),
+        ([1, 2.0], {}, "submit: the prompt holds 2.0, expected"),
+        ([True], {}, "submit: the prompt holds True, expected"),
+        ([1], {"stop_token_ids": (61,)}, "submit: stop_token_ids holds 61, expected"),
+        ([1] * 40, {"max_tokens": 42}, "need 81 tokens of KV cache (6 pages), the pool has 80 (5 pages)"),
+    ],
+)
+def test_what_submit_refuses(prompt, options, text) -> None:
+    engine = make(pages=6)
+    with pytest.raises(ValueError) as caught:
+        engine.submit(prompt, SamplingParams(**options))
+    assert text in str(caught.value)
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_batch": 0}, "Engine: max_batch is 0"),
+        ({"chunk": 0}, "Engine: chunk is 0"),
+        ({"max_tokens": 64}, "Engine: pages=40 and max_tokens=64 both size the KV pool"),
+        ({"pages": None, "max_tokens": 0}, "Engine: max_tokens is 0"),
+        ({"pages": 1}, "KvPool: pages is 1"),
+        ({"page_size": 48}, "KvPool: page_size is 48, expected one of 16, 32, 64, 128"),
+        ({"kv_dtype": torch.int8}, "KvPool: dtype is torch.int8, expected one of float32, bfloat16"),
+    ],
+)
+def test_what_the_engine_refuses(options, text) -> None:
+    with pytest.raises(ValueError) as caught:
+        make(**options)
+    assert text in str(caught.value)
+
+
+def test_the_pool_is_sized_in_pages_or_tokens_or_by_the_batch() -> None:
+    assert make(pages=None, max_tokens=100).pool.total == 7
+    assert make(pages=None, max_tokens=112).pool.total == 7
+    assert make(pages=None, max_batch=3).pool.total == 3 * 8
