@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyllm import ops
@@ -12,7 +13,7 @@ from pyllm.layers.linear import Linear
 from pyllm.layers.norm import Normed, RMSNorm
 from pyllm.layers.rope import Rope
 from pyllm.layers.spec import Part, Spec, Split, Weight
-from pyllm.runtime.batch import Batch
+from pyllm.runtime.batch import Batch, KvCache
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Attn(Spec):
     """Attention of `heads` query heads over `kv_heads` (MHA: equal, GQA, MQA: 1) of `head_dim`, causal.
 
     kv: KV slot; two layers with one number share one cache, and own_kv=False projects q alone and reads the slot that another layer filled.
-    rope=None: no position (NoPE). qk_norm: an RMSNorm over head_dim for q and k, with `{}` in its name. window: a token sees that many keys, itself included.
+    rope=None: no position (NoPE). qk_norm: an RMSNorm over head_dim for q and k, with `{}` in its name. window: a token sees that many
+    keys, itself included.
     scale: of q k^T; None: head_dim ** -0.5. sinks: one learned logit per head in the softmax's denominator.
     """
 
@@ -91,24 +93,7 @@ class Attn(Spec):
 
     def forward(self, m: Any, x: Tensor | Normed, b: Batch) -> Tensor:
         cache = b.caches[self.kv]
-        cos_sin, rows = b.rope(self.rope) if self.rope else (None, None)
-        heads, *kv = (size // self.head_dim for size in m.qkv.sizes)
-        q = ops.qk_norm_rope_append(
-            m.qkv(x),
-            heads,
-            kv[0] if kv else 0,
-            cos_sin,
-            rows,
-            interleaved=self.rope.interleaved if self.rope else False,
-            q_weight=m.q_norm.weight if self.qk_norm else None,
-            k_weight=m.k_norm.weight if self.qk_norm and kv else None,
-            eps=self.qk_norm.eps if self.qk_norm else 0.0,
-            k_cache=cache.k if kv else None,
-            v_cache=cache.v if kv else None,
-            slots=b.slots if kv else None,
-            k_scale=cache.k_scale if kv else None,
-            v_scale=cache.v_scale if kv else None,
-        )
+        q = (self.project if m.fuse else self.project_unfused)(m, m.qkv(x), cache, b)
         o, _ = ops.paged_attention(
             q,
             cache.k,
@@ -124,3 +109,44 @@ class Attn(Spec):
             v_scale=cache.v_scale,
         )
         return m.o(o.flatten(1))
+
+    def project(self, m: Any, qkv: Tensor, cache: KvCache, b: Batch) -> Tensor:
+        """Per-head norm, rotation and append in one op; returns q `[T, H, D]` of this rank."""
+        cos_sin, rows = b.rope(self.rope) if self.rope else (None, None)
+        heads, *kv = (size // self.head_dim for size in m.qkv.sizes)
+        return ops.qk_norm_rope_append(
+            qkv,
+            heads,
+            kv[0] if kv else 0,
+            cos_sin,
+            rows,
+            interleaved=self.rope.interleaved if self.rope else False,
+            q_weight=m.q_norm.weight if self.qk_norm else None,
+            k_weight=m.k_norm.weight if self.qk_norm and kv else None,
+            eps=self.qk_norm.eps if self.qk_norm else 0.0,
+            k_cache=cache.k if kv else None,
+            v_cache=cache.v if kv else None,
+            slots=b.slots if kv else None,
+            k_scale=cache.k_scale if kv else None,
+            v_scale=cache.v_scale if kv else None,
+        )
+
+    def project_unfused(self, m: Any, qkv: Tensor, cache: KvCache, b: Batch) -> Tensor:
+        """The same as separate ops: norm of q, norm of k, rotation of q, of k, append."""
+        q, *kv = qkv.split(m.qkv.sizes, -1)
+        cos_sin, rows = b.rope(self.rope) if self.rope else (None, None)
+
+        def one(t: Tensor, norm: Any) -> Tensor:
+            t, heads = t.contiguous(), t.shape[-1] // self.head_dim
+            if norm is not None:
+                t = norm(t.view(-1, self.head_dim)).view(t.shape)
+            return ops.qk_norm_rope_append(t, heads, 0, cos_sin, rows, interleaved=self.rope.interleaved if self.rope else False)
+
+        q = one(q, m.q_norm if self.qk_norm else None)
+        if kv:
+            k = one(kv[0], m.k_norm if self.qk_norm else None)
+            heads = k.shape[1]
+            rest = torch.cat([k.flatten(1), k.flatten(1), kv[1]], -1)  # the append op wants q heads too; theirs are ignored
+            scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+            ops.qk_norm_rope_append(rest, heads, heads, k_cache=cache.k, v_cache=cache.v, slots=b.slots, **scales)
+        return q

@@ -25,6 +25,7 @@ class Env:
     device: torch.device
     dtype: torch.dtype
     progress: Callable[[str], None] | None = None
+    fuse: bool = True
     used: set[str] = field(default_factory=set)
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -48,7 +49,7 @@ class Bound(nn.Module):
 
     def __init__(self, spec: Spec, path: str, env: Env) -> None:
         super().__init__()
-        self.spec, self.path, self.rank, self.tp = spec, path_of(spec, path), env.rank, env.tp
+        self.spec, self.path, self.rank, self.tp, self.fuse = spec, path_of(spec, path), env.rank, env.tp, env.fuse
         groups: dict[str, nn.ModuleList] = {}
         for name, child in nodes(spec):
             bound = Bound(child, self.path, env)
@@ -77,18 +78,21 @@ def bind(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     strict: bool = True,
+    fuse: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Bound:
     """Load `state` (checkpoint name -> tensor) into `spec` for one tensor-parallel rank.
 
     quant: ordered (glob, Format) pairs. dtype: of weights and activations where a Format says nothing; norm weights stay fp32.
+    fuse=False runs the separate ops of every fusion (the same maths with one rounding more each); `explain(fuse=False)` shows them.
     progress: called with each checkpoint name as it is read.
-    Errors (ValueError): a tensor that is missing, one that nobody asked for (strict; the spec's `ignore` globs excepted), a shape that disagrees
+    Errors (ValueError): a tensor that is missing, one that nobody asked for (strict; the spec's `ignore` globs excepted), a shape that
+    disagrees
     with the declaration, a `tp` that does not fit, parts of one GEMM with different formats. Each names the tensor.
     """
     if not 0 <= rank < tp:
         raise ValueError(f"bind: rank is {rank}, expected 0 <= rank < tp={tp}")
-    env = Env(state, quant, rank, tp, torch.device(device), dtype, progress)
+    env = Env(state, quant, rank, tp, torch.device(device), dtype, progress, fuse)
     module = Bound(spec, "", env)
     ignore = getattr(spec, "ignore", ())
     left = sorted(k for k in state if k not in env.used and not any(fnmatchcase(k, g) for g in ignore))

@@ -1,4 +1,5 @@
-"""Decoder: a flat list of residual steps. The edge between two steps is the one place that joins layers, so the one place that communicates."""
+"""Decoder: a flat list of residual steps. The edge between two steps is the one place that joins layers, so the one place that
+communicates."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from pyllm.runtime.batch import Batch
 
 @dataclass(frozen=True)
 class Sum(Spec):
-    """Parallel branches (GPT-J, Falcon, Cohere: one norm; GPT-NeoX: one norm each, given as a tuple in `Sub.pre`). One reduction for all."""
+    """Parallel branches (GPT-J, Falcon, Cohere: one norm; GPT-NeoX: one norm each, given as a tuple in `Sub.pre`). One reduction for
+    all."""
 
     branches: tuple[Spec, ...]
 
@@ -115,7 +117,7 @@ class Decoder(Spec):
             res = res + (b.reduce(extra) if m.tp > 1 else extra)
         delta: Tensor | None = None
         for sub in m.subs:
-            x = edge(res, delta, getattr(sub, "pre", None))
+            x = edge(res, delta, getattr(sub, "pre", None), m.fuse)
             delta = call_body(sub.body, x, b)
             for n in x if isinstance(x, tuple) else (x,):
                 n.settle()
@@ -125,7 +127,7 @@ class Decoder(Spec):
                 delta = sub.post(delta)
         if b.logit_rows is not None:  # the final norm and the head see only the rows whose logits are wanted
             res, delta = res[b.logit_rows], None if delta is None else delta[b.logit_rows]
-        h = edge(res, delta, m.norm if self.norm else None)
+        h = edge(res, delta, m.norm if self.norm else None, m.fuse)
         assert isinstance(h, Normed)
         return self.logits(m, h, b)
 
@@ -136,8 +138,11 @@ class Decoder(Spec):
         return ops.softcap(y, self.logit_softcap) if self.logit_softcap else y
 
 
-def edge(res: Tensor, delta: Tensor | None, norms: Any) -> Normed | tuple[Normed, ...]:
+def edge(res: Tensor, delta: Tensor | None, norms: Any, fuse: bool = True) -> Normed | tuple[Normed, ...]:
     """[residual add] + [next pre-norm] as one op (the all-reduce and the post-norm of the last step come before, in `Decoder.forward`)."""
+    if delta is not None and not fuse:
+        res.add_(delta)
+        delta = None
     if norms is None or not hasattr(norms, "__len__"):
         return Normed(res, norms, delta)
     first = Normed(res, norms[0], delta)

@@ -1,6 +1,7 @@
 """Formats: how one Linear is stored and multiplied. Chosen by a quant plan over checkpoint names, never by the layer.
 
-A Format says which tensors it reads (`tensors`), how it turns them once into what its kernel wants (`finish`), and how it multiplies (`matmul`).
+A Format says which tensors it reads (`tensors`), how it turns them once into what its kernel wants (`finish`), and how it multiplies
+(`matmul`).
 A layer never asks which format it has; a format never asks which layer it serves.
 """
 

@@ -11,12 +11,13 @@ from pyllm import ops
 from pyllm.layers.linear import Linear
 from pyllm.layers.norm import Normed
 from pyllm.layers.spec import Part, Spec
+from pyllm.ops.fused import ACTS
 from pyllm.runtime.batch import Batch
 
 
 def check_act(owner: str, act: str) -> None:
-    if act not in ops.ACTS:
-        raise ValueError(f"{owner}: act is {act!r}, expected one of {', '.join(ops.ACTS)}")
+    if act not in ACTS:
+        raise ValueError(f"{owner}: act is {act!r}, expected one of {', '.join(ACTS)}")
 
 
 @dataclass(frozen=True)

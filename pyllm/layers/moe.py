@@ -13,6 +13,7 @@ from pyllm.layers.linear import Linear
 from pyllm.layers.mlp import MLP, check_act
 from pyllm.layers.norm import Normed
 from pyllm.layers.spec import Part, Spec, Weight
+from pyllm.ops.moe import SCORING
 from pyllm.runtime.batch import Batch
 
 
@@ -20,7 +21,8 @@ from pyllm.runtime.batch import Batch
 class MoE(Spec):
     """`sum over the top_k experts of weight * expert(x) [+ shared(x), gated by sigmoid(shared_gate x) where there is one]`.
 
-    scoring: "softmax" (over all experts, then top-k), "topk_softmax" (top-k, then softmax), "sigmoid". renormalize: chosen weights sum to 1.
+    scoring: "softmax" (over all experts, then top-k), "topk_softmax" (top-k, then softmax), "sigmoid". renormalize: chosen weights sum
+    to 1.
     correction: checkpoint name of a bias `[experts]` for the choice alone. names: gate, up, down of one expert, `{}` is its number.
     """
 
@@ -46,8 +48,8 @@ class MoE(Spec):
         check_act(f"MoE {self.at}", self.act)
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(f"MoE {self.at}: top_k is {self.top_k}, expected 1..experts={self.experts}")
-        if self.scoring not in ops.SCORING:
-            raise ValueError(f"MoE {self.at}: scoring is {self.scoring!r}, expected one of {', '.join(ops.SCORING)}")
+        if self.scoring not in SCORING:
+            raise ValueError(f"MoE {self.at}: scoring is {self.scoring!r}, expected one of {', '.join(SCORING)}")
         if self.shared_gate and not self.shared:
             raise ValueError(f"MoE {self.at}: shared_gate is {self.shared_gate!r}, but there is no shared expert")
 

@@ -53,7 +53,8 @@ Norm = RMSNorm | LayerNorm
 class Normed:
     """What a body receives: the residual `[T, d]` and the norm it is read through. `tensor()` is the normed value, computed once.
 
-    A first consumer that can apply the norm itself (norm inside the GEMM) reads `residual` and `norm` instead; `delta`, if not None, is the previous
+    A first consumer that can apply the norm itself (norm inside the GEMM) reads `residual` and `norm` instead; `delta`, if not None, is
+    the previous
     step's output, still to be added to the residual, and `tensor()` adds it in the same op.
     """
 

@@ -85,7 +85,9 @@ class Rope:
         if self.dim <= 0 or self.dim % 2:
             raise ValueError(f"Rope: dim is {self.dim}, expected a positive even number")
         if isinstance(self.scaling, LongRope) and not len(self.scaling.short) == len(self.scaling.long) == self.dim // 2:
-            raise ValueError(f"Rope: longrope has {len(self.scaling.short)} short and {len(self.scaling.long)} long factors, expected {self.dim // 2}")
+            raise ValueError(
+                f"Rope: longrope has {len(self.scaling.short)} short and {len(self.scaling.long)} long factors, expected {self.dim // 2}"
+            )
 
     def cos_sin(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """`(table [L, dim] fp32: cos then sin, rows [T] int32)` for one step's tokens."""

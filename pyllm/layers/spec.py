@@ -1,6 +1,7 @@
 """The mechanism: a frozen spec tree -> a bound `nn.Module`. No prefix, rank, dtype or layer index is threaded by hand.
 
-A `Spec` holds global sizes and names; `Part` and `Weight` say which checkpoint tensors make one runtime tensor and how a tensor-parallel rank cuts
+A `Spec` holds global sizes and names; `Part` and `Weight` say which checkpoint tensors make one runtime tensor and how a
+tensor-parallel rank cuts
 them. `walk`, `plan` and `rewrite` read or change a declaration without any tensor; `bind` (in bind.py) loads it.
 """
 
@@ -62,7 +63,9 @@ class Part:
         if self.split is Split.REPLICATE and tp % units == 0:
             return self.unit
         rule = "a multiple or a divisor of" if self.split is Split.REPLICATE else "a multiple of"
-        raise ValueError(f"{where}{self.name}: {units} units of {self.unit} rows cannot be cut for tp={tp}; the number of units must be {rule} tp")
+        raise ValueError(
+            f"{where}{self.name}: {units} units of {self.unit} rows cannot be cut for tp={tp}; the number of units must be {rule} tp"
+        )
 
     def cut(self, t: Tensor, dim: int, rank: int, tp: int, pack: int = 1) -> Tensor:
         """This rank's rows of the part; `pack` rows share one stored row."""
@@ -82,8 +85,10 @@ class Part:
 class Weight:
     """One runtime tensor: checkpoint tensors `path.part.suffix` stacked along their output rows.
 
-    cols: input size (None: a vector). shard: None | "col" (output rows) | "row" (input). experts > 0: part names hold one `{}`, stacked on a new dim 0.
-    row_dim, row_pack, col_pack: where the output rows are in a stored (packed) tensor, and how many rows / columns share one stored element.
+    cols: input size (None: a vector). shard: None | "col" (output rows) | "row" (input). experts > 0: part names hold one `{}`, stacked
+    on a new dim 0.
+    row_dim, row_pack, col_pack: where the output rows are in a stored (packed) tensor, and how many rows / columns share one stored
+    element.
     fp32: kept in fp32 whatever the model's dtype. keep: stored dtype is kept (packed integers, FP8, scales).
     """
 
@@ -154,8 +159,10 @@ class Weight:
 class Spec:
     """Frozen description of a layer with global sizes; holds no tensor, rank, device or dtype. Subclasses are frozen dataclasses.
 
-    An optional field `at: str` is the segment this layer adds to the checkpoint path. `partial`: with tp > 1 the output is this rank's share of
-    a sum (a row-parallel Linear is last), which the edge between two steps reduces; a plain user layer computes the same full result on each rank.
+    An optional field `at: str` is the segment this layer adds to the checkpoint path. `partial`: with tp > 1 the output is this rank's
+    share of
+    a sum (a row-parallel Linear is last), which the edge between two steps reduces; a plain user layer computes the same full result on
+    each rank.
     """
 
     partial: bool = False

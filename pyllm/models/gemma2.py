@@ -17,8 +17,8 @@ def gemma2(c: SimpleNamespace) -> Decoder:
     def layer(i: int) -> tuple[Sub, ...]:
         at = f"model.layers.{i}"
         window = c.windows[i] if c.layer_types else c.sliding_window if i % 2 == 0 else None
-        attn = Attn("self_attn", d, c.num_attention_heads, c.num_key_value_heads, c.head_dim, kv=i, rope=c.rope,
-                    window=window, softcap=c.attn_logit_softcapping, scale=scale, qkv_bias=c.attention_bias, o_bias=c.attention_bias)  # fmt: skip
+        attn = Attn("self_attn", d, c.num_attention_heads, c.num_key_value_heads, c.head_dim, kv=i, rope=c.rope, window=window,
+                    softcap=c.attn_logit_softcapping, scale=scale, qkv_bias=c.attention_bias, o_bias=c.attention_bias)  # fmt: skip
         mlp = MLP("mlp", d, c.intermediate_size, c.act)
         return (
             Sub(at, norm("input_layernorm"), attn, norm("post_attention_layernorm")),

@@ -10,18 +10,29 @@ from typing import Any
 from pyllm.layers import Decoder, DynamicNtk, Embedding, Linear, LinearScaling, Llama3, LongRope, Norm, Part, Rope, Split, Sub, Yarn
 from pyllm.layers.rope import Scaling
 
-ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu2": "relu2"}
+ACTS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu2": "relu2",
+}
 _READ = {
-    "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "hidden_act", "hidden_activation", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
-    "partial_rotary_factor", "attention_bias", "mlp_bias", "sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping",
-    "final_logit_softcapping", "original_max_position_embeddings",
+    "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "hidden_activation", "max_position_embeddings", "rms_norm_eps",
+    "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "attention_bias", "mlp_bias",
+    "sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+    "original_max_position_embeddings",
 }  # fmt: skip
 _INERT = {
-    "attention_dropout", "hidden_dropout", "residual_dropout", "initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype",
-    "transformers_version", "model_type", "pretraining_tp", "_name_or_path", "output_hidden_states", "output_attentions", "return_dict", "id2label", "label2id",
-    "problem_type", "chunk_size_feed_forward", "cache_implementation", "_attn_implementation", "_attn_implementation_autoset", "auto_map",
-    "is_llama_config", "rope_interleaved", "transformers.js_config", "use_bidirectional_attention", "is_encoder_decoder", "unsloth_fixed", "unsloth_version", "quantization_config",
+    "attention_dropout", "hidden_dropout", "residual_dropout", "initializer_range", "use_cache", "bos_token_id", "eos_token_id",
+    "pad_token_id", "torch_dtype", "dtype", "transformers_version", "model_type", "pretraining_tp", "_name_or_path",
+    "output_hidden_states", "output_attentions", "return_dict", "id2label", "label2id", "problem_type", "chunk_size_feed_forward",
+    "cache_implementation", "_attn_implementation", "_attn_implementation_autoset", "auto_map", "is_llama_config",
+    "rope_interleaved", "transformers.js_config", "use_bidirectional_attention", "is_encoder_decoder", "unsloth_fixed",
+    "unsloth_version", "quantization_config",
 }  # fmt: skip
 
 
@@ -37,10 +48,14 @@ def normalize(config: Mapping[str, Any]) -> SimpleNamespace:
             raise ValueError(f"config: {name} is {value!r}, expected a positive integer")
         return value
 
-    c = SimpleNamespace(**{n: need(n) for n in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")})
+    c = SimpleNamespace(
+        **{n: need(n) for n in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+    )
     c.num_key_value_heads = need("num_key_value_heads") if config.get("num_key_value_heads") is not None else c.num_attention_heads
     if config.get("head_dim") is None and c.hidden_size % c.num_attention_heads:
-        raise ValueError(f"config: head_dim is absent and hidden_size={c.hidden_size} is not a multiple of num_attention_heads={c.num_attention_heads}")
+        raise ValueError(
+            f"config: head_dim is absent and hidden_size={c.hidden_size} is not a multiple of num_attention_heads={c.num_attention_heads}"
+        )
     c.head_dim = need("head_dim") if config.get("head_dim") is not None else c.hidden_size // c.num_attention_heads
     c.max_position_embeddings = need("max_position_embeddings") if "max_position_embeddings" in config else 2048
     act = config.get("hidden_activation") or config.get("hidden_act") or "silu"

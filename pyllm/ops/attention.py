@@ -29,9 +29,11 @@ def paged_attention(
     """One ragged step of attention: prefill chunks and decodes together, keys and values read from pages.
 
     `s = scale * q k^T`; `s = softcap * tanh(s / softcap)`; mask; `o = softmax(s) v`, all fp32 inside, o rounded once.
-    Query row j of a sequence with n rows and L keys stands at position `p = L - n + j`; it sees keys `<= p` when causal, and keys `> p - window`.
+    Query row j of a sequence with n rows and L keys stands at position `p = L - n + j`; it sees keys `<= p` when causal, and keys `> p
+    - window`.
     sinks: one logit per head that joins the softmax's denominator and has no value (gpt-oss).
-    Shapes: q `[T, H, D]`, caches `[pages, P, K, D]` (H a multiple of K), page_table int32 `[B, W]` (entries past a sequence's last page are never
+    Shapes: q `[T, H, D]`, caches `[pages, P, K, D]` (H a multiple of K), page_table int32 `[B, W]` (entries past a sequence's last page
+    are never
     read), q_starts int32 `[B + 1]`, kv_lens int32 `[B]`, sinks `[H]`, k_scale/v_scale fp32 `[1]` or `[K]`: value = stored * scale.
     Returns (o `[T, H, D]` of q's dtype, lse fp32 `[T, H]`, natural log; a row that sees no key gives 0 and -inf).
     Dtypes: q bf16, fp16, fp32; caches q's dtype or float8_e4m3fn. Rows of q past q_starts[B] belong to no sequence and give 0.
@@ -41,20 +43,31 @@ def paged_attention(
     )
 
 
-def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_starts: Tensor, kv_lens: Tensor, window: int, sinks: Tensor | None) -> None:
+def _check_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_starts: Tensor, kv_lens: Tensor, window: int, sinks: Tensor | None
+) -> None:
     op = "paged_attention"
     check(q.dim() == 3, op, "q", f"has {q.dim()} dimensions, expected 3 [T, H, D]")
     check(k_cache.dim() == 4, op, "k_cache", f"has {k_cache.dim()} dimensions, expected 4 [pages, P, K, D]")
     check(v_cache.shape == k_cache.shape, op, "v_cache", f"has shape {tuple(v_cache.shape)}, expected {tuple(k_cache.shape)} like k_cache")
     check(k_cache.shape[3] == q.shape[2], op, "k_cache", f".size(3) is {k_cache.shape[3]}, expected D={q.shape[2]} (from q)")
-    check(q.shape[1] % k_cache.shape[2] == 0, op, "q", f"has H={q.shape[1]} heads, expected a multiple of K={k_cache.shape[2]} (from k_cache)")
+    check(
+        q.shape[1] % k_cache.shape[2] == 0, op, "q", f"has H={q.shape[1]} heads, expected a multiple of K={k_cache.shape[2]} (from k_cache)"
+    )
     check(k_cache.dtype in (q.dtype, torch.float8_e4m3fn), op, "k_cache", f"is {k_cache.dtype}, expected {q.dtype} like q or float8_e4m3fn")
     check(v_cache.dtype == k_cache.dtype, op, "v_cache", f"is {v_cache.dtype}, expected {k_cache.dtype} like k_cache")
     for name, t, dims in (("page_table", page_table, 2), ("q_starts", q_starts, 1), ("kv_lens", kv_lens, 1)):
         check(t.dtype == torch.int32, op, name, f"is {t.dtype}, expected int32")
         check(t.dim() == dims, op, name, f"has {t.dim()} dimensions, expected {dims}")
-    check(kv_lens.shape[0] == page_table.shape[0], op, "kv_lens", f".size(0) is {kv_lens.shape[0]}, expected B={page_table.shape[0]} (from page_table)")
-    check(q_starts.shape[0] == kv_lens.shape[0] + 1, op, "q_starts", f".size(0) is {q_starts.shape[0]}, expected B+1={kv_lens.shape[0] + 1}")
+    check(
+        kv_lens.shape[0] == page_table.shape[0],
+        op,
+        "kv_lens",
+        f".size(0) is {kv_lens.shape[0]}, expected B={page_table.shape[0]} (from page_table)",
+    )
+    check(
+        q_starts.shape[0] == kv_lens.shape[0] + 1, op, "q_starts", f".size(0) is {q_starts.shape[0]}, expected B+1={kv_lens.shape[0] + 1}"
+    )
     check(window >= 0, op, "window", f"is {window}, expected >= 1 (or None)")
     if sinks is not None:
         check(sinks.shape == q.shape[1:2], op, "sinks", f"has shape {tuple(sinks.shape)}, expected H={q.shape[1]} (from q)")
@@ -93,7 +106,10 @@ def _attention_reference(
             continue
         check(n <= length, "paged_attention", "kv_lens", f"[{i}] is {length}, expected at least the sequence's {n} query rows")
         pages = page_table[i, : -(-length // page)].long()
-        k, v = (_dequantize(c[pages].flatten(0, 1)[:length], s, torch.float32).transpose(0, 1) for c, s in ((k_cache, k_scale), (v_cache, v_scale)))
+        k, v = (
+            _dequantize(c[pages].flatten(0, 1)[:length], s, torch.float32).transpose(0, 1)
+            for c, s in ((k_cache, k_scale), (v_cache, v_scale))
+        )
         x = q[rows].float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [K, G, n, D]
         at, key = torch.arange(length - n, length)[:, None], torch.arange(length)[None]
         seen = (key <= at if causal else key >= 0) & (key > at - window if window else key >= 0)
@@ -151,8 +167,9 @@ def _attention_fake(
 
 
 define(
-    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor q_starts, Tensor kv_lens, float scale, bool causal=True, "
-    "SymInt window=0, float softcap=0.0, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None) -> (Tensor, Tensor)",
+    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor q_starts, Tensor kv_lens, "
+    "float scale, bool causal=True, SymInt window=0, float softcap=0.0, Tensor? sinks=None, Tensor? k_scale=None, "
+    "Tensor? v_scale=None) -> (Tensor, Tensor)",
     stem="attention/paged_attention",
     public="pyllm.ops.attention.paged_attention",
     reference=_attention_reference,

@@ -12,7 +12,8 @@ from pyllm.ops.registry import check, define
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`y[t, n] = sum_k x[t, k] * weight[n, k] + bias[n]`.
 
-    Shapes: x `[T, K]`, weight `[N, K]`, bias `[N]` -> y `[T, N]`. Dtypes: one of bf16, fp16, fp32 for all; accumulation in fp32, one rounding.
+    Shapes: x `[T, K]`, weight `[N, K]`, bias `[N]` -> y `[T, N]`. Dtypes: one of bf16, fp16, fp32 for all; accumulation in fp32, one
+    rounding.
     Errors: sizes or dtypes that disagree, by name. CUDA: cuBLAS through torch.
     """
     return torch.ops.pyllm.linear(x, weight, bias)

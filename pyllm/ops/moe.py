@@ -18,7 +18,8 @@ def route_experts(
 ) -> tuple[Tensor, Tensor]:
     """Choose `top_k` experts per token (ties: lowest id) and their weights.
 
-    `score = softmax(logits)`, `logits`, or `sigmoid(logits)` by `scoring`; the choice is the top-k of `score + bias` (bias `[E]` fp32, for the choice
+    `score = softmax(logits)`, `logits`, or `sigmoid(logits)` by `scoring`; the choice is the top-k of `score + bias` (bias `[E]` fp32,
+    for the choice
     alone, as in DeepSeek-V3); weights = the chosen scores (`topk_softmax`: softmax over the chosen logits), divided by their sum when
     `renormalize`, times `scale`.
     Shapes: logits `[T, E]` -> (weights fp32 `[T, top_k]`, ids int32 `[T, top_k]`). Errors: unknown scoring; top_k outside 1..E.
@@ -36,7 +37,9 @@ def _check_route(logits: Tensor, top_k: int, bias: Tensor | None) -> None:
         check(bias.shape == logits.shape[1:], op, "bias", f"has shape {tuple(bias.shape)}, expected E={logits.shape[1]} (from logits)")
 
 
-def _route_reference(logits: Tensor, top_k: int, scoring: int, renormalize: bool, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _route_reference(
+    logits: Tensor, top_k: int, scoring: int, renormalize: bool, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     _check_route(logits, top_k, bias)
     x = logits.float()
     score = (x.softmax(-1), x, x.sigmoid())[scoring]
@@ -58,7 +61,8 @@ def _route_fake(logits: Tensor, top_k: int, scoring: int, renormalize: bool, bia
 def moe_experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: str = "silu") -> Tensor:
     """`y[t] = sum_j weights[t, j] * w2[e] (act(gate) * up)` with `e = ids[t, j]` and `[gate; up] = w13[e] x[t]`.
 
-    Shapes: x `[T, N]`, w13 `[E, 2F, N]` (gate rows, then up rows), w2 `[E, N, F]`, ids int32 `[T, top_k]`, weights fp32 `[T, top_k]` -> `[T, N]`.
+    Shapes: x `[T, N]`, w13 `[E, 2F, N]` (gate rows, then up rows), w2 `[E, N, F]`, ids int32 `[T, top_k]`, weights fp32 `[T, top_k]` ->
+    `[T, N]`.
     Each expert's output is weighted in fp32 and summed in fp32, rounded once. Errors: sizes that disagree, unknown act.
     """
     if act not in ACTS:
@@ -91,7 +95,8 @@ def _experts_reference(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights:
 
 
 def _experts_composition(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: int) -> Tensor:
-    """No host sync, so every expert sees every token with weight 0 where it was not chosen: right under graphs, E / top_k times the work."""
+    """No host sync, so every expert sees every token with weight 0 where it was not chosen: right under graphs, E / top_k times the
+    work."""
     _check_experts(x, w13, w2, ids, weights)
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for e in range(w13.shape[0]):

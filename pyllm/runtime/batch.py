@@ -1,6 +1,7 @@
 """One step's input, as tensors: the explicit argument of every layer's forward. No globals, no string keys.
 
-Letters: T tokens of the step (all sequences ragged, one after the other), B sequences, W page-table width, P page size, K KV heads, D head dim.
+Letters: T tokens of the step (all sequences ragged, one after the other), B sequences, W page-table width, P page size, K KV heads, D
+head dim.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A paged cache in a few lines, for tests that run a bound model without the executor. Pages are handed out in a shuffled order, unused ones are NaN."""
+"""A paged cache in a few lines, for tests that run a bound model without the executor. Pages are handed out in a shuffled order, unused
+ones are NaN."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from pyllm.runtime.batch import Batch, KvCache
 class Paged:
     """Caches for `lengths` sequences of one declaration; `step` makes the batch of the next tokens."""
 
-    def __init__(self, spec: Decoder, sequences: int, longest: int, *, page: int = 16, tp: int = 1, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+    def __init__(
+        self, spec: Decoder, sequences: int, longest: int, *, page: int = 16, tp: int = 1, dtype: torch.dtype = torch.float32, seed: int = 0
+    ) -> None:
         width = -(-longest // page)
         order = torch.randperm(sequences * width + 3, generator=torch.Generator().manual_seed(seed)).int()
         self.page, self.table, self.lens = page, order[: sequences * width].view(sequences, width), [0] * sequences

@@ -1,4 +1,5 @@
-"""Each model function against transformers on tiny random configs: fp32, max |difference| <= 1e-4 * max |logit|, prefill and decode through pages."""
+"""Each model function against transformers on tiny random configs: fp32, max |difference| <= 1e-4 * max |logit|, prefill and decode
+through pages."""
 
 from __future__ import annotations
 
@@ -13,11 +14,15 @@ from tests.models.paged import Paged
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=4, vocab_size=73,
+SIZES = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=4,
+vocab_size=73,
              max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
-LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=1e4, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
-LONG = dict(rope_type="longrope", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, short_factor=[1.0 + i / 9 for i in range(8)],
+LONG = dict(rope_type="longrope", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, short_factor=[1.0 + i / 9 for i in
+range(8)],
             long_factor=[2.0 + i for i in range(8)])  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -30,7 +35,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.1-rope": ("Llama", dict(rope_parameters=LLAMA3)),
     "llama-yarn-rope": ("Llama", dict(rope_parameters=YARN)),
     "llama-longrope": ("Llama", dict(rope_parameters=LONG)),
-    "llama-dynamic-rope": ("Llama", dict(max_position_embeddings=32, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0))),
+    "llama-dynamic-rope": (
+        "Llama",
+        dict(max_position_embeddings=32, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)),
+    ),
     "mistral-window": ("Mistral", dict(sliding_window=12)),
     "mistral": ("Mistral", dict(sliding_window=None)),
     "gemma2": ("Gemma2", dict(sliding_window=12, query_pre_attn_scalar=24, attn_logit_softcapping=5.0, final_logit_softcapping=3.0)),
@@ -97,7 +105,7 @@ def test_ragged_chunked_prefill_and_decode(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama-longrope", "llama-dynamic-rope"])
 def test_length_dependent_rope_depends_on_its_own_sequence_alone(name: str) -> None:
-    model, config, state = make(name)
+    _, config, state = make(name)
     spec = spec_from_config(config)
     texts = [torch.arange(n) % SIZES["vocab_size"] for n in (70, 9)]
     got = bind(spec, state)(Paged(spec, 2, 70).step(texts)).split([70, 9])

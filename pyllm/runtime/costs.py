@@ -1,0 +1,213 @@
+"""The rows of explain: per layer class, the ops it runs, the bytes they must move and the FLOPs they must do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import singledispatch
+from typing import Any
+
+from pyllm.layers.attention import Attn
+from pyllm.layers.decoder import Sub, Sum
+from pyllm.layers.formats import Dense, Format, QuantPlan, resolve
+from pyllm.layers.linear import Linear
+from pyllm.layers.mlp import MLP
+from pyllm.layers.moe import MoE
+from pyllm.layers.norm import LayerNorm
+from pyllm.layers.spec import Spec, nodes, path_of
+from pyllm.ops.registry import OPS
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What floors are computed from: bytes/s of a read stream, FLOP/s of large bf16 products (fp32 runs on the plain cores)."""
+
+    name: str
+    read: float
+    bf16: float
+    fp32: float
+    source: str
+
+
+GPUS = {
+    "h200": Gpu("NVIDIA H200", 4.6e12, 7.6e14, 5.5e13, "measured: attention reads, cuBLAS bf16; fp32 from the data sheet"),
+    "h100": Gpu("NVIDIA H100 SXM", 3.35e12, 9.9e14, 6.7e13, "data sheet"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One op of one step. bytes: read + written by one rank; floor_us: max of bytes and FLOPs over the GPU's rates; None for
+    communication."""
+
+    at: str
+    what: str
+    shape: str
+    format: str
+    op: str
+    kernel: str
+    bytes: int
+    flops: int
+    floor_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is asked: B sequences that add `new` tokens each and then have `context` keys each, on one of `tp` ranks."""
+
+    batch: int = 1
+    context: int = 1024
+    new: int = 1
+    tp: int = 1
+    quant: QuantPlan = ()
+    fuse: bool = True
+    item: int = 2  # bytes of an activation
+    kv_item: int = 2
+    gpu: Gpu = field(default_factory=lambda: GPUS["h200"])
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.new
+
+    def row(self, at: str, what: str, op: str, bytes: float, flops: float = 0, shape: str = "", fmt: str = "") -> Row:
+        info = OPS.get(op)
+        kernel = (
+            "NCCL" if op == "all_reduce" else "torch" if info is None else "torch composition" if info.composition else f"csrc/{info.stem}"
+        )
+        rate = self.gpu.fp32 if fmt == "fp32" else self.gpu.bf16
+        floor = None if op == "all_reduce" else max(bytes / self.gpu.read, flops / rate) * 1e6
+        return Row(at, what, shape, fmt, op, kernel, int(bytes), int(flops), floor)
+
+
+@singledispatch
+def rows(spec: Spec, ctx: Context, path: str) -> Iterator[Row]:
+    """Rows of a body whose class nobody registered: its children's, and one for its own forward."""
+    for _, child in nodes(spec):
+        yield from rows(child, ctx, path_of(child, path))
+    own = sum(product(w.local_shape(ctx.tp, path)) for w in spec.weights().values())
+    yield ctx.row(path, type(spec).__name__, "forward()", own * ctx.item)
+
+
+@rows.register
+def _(spec: Linear, ctx: Context, path: str) -> Iterator[Row]:
+    w = spec.weights()["weight"]
+    n, k = sum(w.sizes(ctx.tp, path)), w.local_cols(ctx.tp, path) or 0
+    fmt = resolve(spec.names(path), ctx.quant)
+    what = "+".join(p.name for p in spec.parts)
+    moved = fmt.weight_bytes(n, k) + ctx.tokens * (n + k) * ctx.item
+    tags = f"{n}x{k}" + (f" {spec.tp}" if spec.tp and ctx.tp > 1 else "") + (" +bias" if spec.bias else "")
+    yield ctx.row(path, what, fmt.op, moved, 2 * ctx.tokens * n * k, tags, _label(fmt))
+
+
+@rows.register
+def _(spec: Attn, ctx: Context, path: str) -> Iterator[Row]:
+    heads, kv = spec.heads // ctx.tp, max(spec.kv_heads // ctx.tp, 1)
+    inner = dict(nodes(spec))
+    yield from rows(inner["qkv"], ctx, path)
+    dim, tokens = spec.head_dim, ctx.tokens
+    yield from _project_rows(spec, ctx, path, heads, kv if spec.own_kv else 0)
+    first = ctx.context - ctx.new
+    keys = min(ctx.context, spec.window + ctx.new - 1) if spec.window else ctx.context
+    seen = ctx.batch * sum(min(p + 1, spec.window or p + 1) for p in range(first, ctx.context))
+    moved = ctx.batch * keys * 2 * kv * dim * ctx.kv_item + 2 * tokens * heads * dim * ctx.item
+    mask = f"window {spec.window}" if spec.window else "causal"
+    yield ctx.row(
+        path,
+        f"kv[{spec.kv}]" + ("" if spec.own_kv else " read"),
+        "paged_attention",
+        moved,
+        4 * heads * dim * seen,
+        f"{heads}/{kv}x{dim} {mask}",
+    )
+    yield from rows(inner["o"], ctx, path)
+
+
+def _project_rows(spec: Attn, ctx: Context, path: str, heads: int, kv: int) -> Iterator[Row]:
+    """What stands between the qkv GEMM and attention: one op, or its pieces."""
+    dim, copy = spec.head_dim, 2 * ctx.tokens * spec.head_dim * ctx.item  # read and write one head
+    stored = 2 * kv * ctx.tokens * dim * (ctx.item + ctx.kv_item)
+    op, shape = "qk_norm_rope_append", f"{heads}+{kv}x{dim}"
+    if ctx.fuse:
+        parts = ["qk_norm"] * bool(spec.qk_norm) + ["rope"] * bool(spec.rope) + ["append"] * bool(kv)
+        yield ctx.row(path, "+".join(parts) or "split", op, heads * copy + stored, 0, shape)
+        return
+    for name, n in (("q", heads), ("k", kv)):
+        if n and spec.qk_norm:
+            yield ctx.row(path, f"{name}_norm", "rms_norm", n * copy + 4 * dim, 0, f"{n}x{dim}")
+        if n:
+            yield ctx.row(path, f"rope {name}" if spec.rope else f"split {name}", op, n * copy, 0, f"{n}x{dim}")
+    if kv:
+        yield ctx.row(path, "append", op, stored, 0, shape)
+
+
+@rows.register
+def _(spec: MLP, ctx: Context, path: str) -> Iterator[Row]:
+    inner, ff = dict(nodes(spec)), spec.ff // ctx.tp
+    yield from rows(inner["up"], ctx, path)
+    op, width = ("act_mul", 3) if spec.gated else ("act", 2)
+    yield ctx.row(path, spec.act + (" * up" if spec.gated else ""), op, ctx.tokens * ff * width * ctx.item, 0, f"{ff}")
+    yield from rows(inner["down"], ctx, path)
+
+
+@rows.register
+def _(spec: MoE, ctx: Context, path: str) -> Iterator[Row]:
+    inner = dict(nodes(spec))
+    yield from rows(inner["gate"], ctx, path)
+    yield ctx.row(
+        path,
+        f"top {spec.top_k} of {spec.experts}, {spec.scoring}",
+        "route_experts",
+        ctx.tokens * (spec.experts * ctx.item + 8 * spec.top_k),
+    )
+    w13, w2 = inner["w13"], inner["w2"]
+    assert isinstance(w13, Linear) and isinstance(w2, Linear)
+    fmt = resolve(w13.names(path) + w2.names(path), ctx.quant)
+    ff, pairs = spec.ff // ctx.tp, ctx.tokens * spec.top_k
+    touched = min(spec.experts, pairs)
+    moved = touched * (fmt.weight_bytes(2 * ff, spec.d) + fmt.weight_bytes(spec.d, ff)) + 2 * ctx.tokens * spec.d * ctx.item
+    yield ctx.row(path, "experts", "moe_experts", moved, 6 * pairs * ff * spec.d, f"{spec.experts}x(3x{ff}x{spec.d})", _label(fmt))
+    if spec.shared:
+        yield from rows(spec.shared, ctx, path_of(spec.shared, path))
+    if spec.shared_gate:
+        yield from rows(inner["shared_gate_proj"], ctx, path)
+
+
+@rows.register
+def _(spec: Sum, ctx: Context, path: str) -> Iterator[Row]:
+    for branch in spec.branches:
+        yield from rows(branch, ctx, path_of(branch, path))
+
+
+def product(shape: tuple[int, ...]) -> int:
+    out = 1
+    for n in shape:
+        out *= n
+    return out
+
+
+def _label(fmt: Format) -> str:
+    return "" if fmt == Dense() else fmt.name
+
+
+def edge_rows(ctx: Context, d: int, prev: Sub | None, pre: Any, at: str) -> Iterator[Row]:
+    """The join between two steps; the same rule as `Decoder.forward`."""
+    one = ctx.tokens * d * ctx.item
+    if prev and ctx.tp > 1 and prev.body.partial:
+        yield ctx.row(at, "sum over ranks", "all_reduce", 2 * one * (ctx.tp - 1) / ctx.tp)
+    if prev and prev.post:
+        yield ctx.row(at, "post_norm", _norm_op(prev.post), 2 * one + 4 * d)
+    norms = pre if isinstance(pre, tuple) else (pre,)
+    if prev and not ctx.fuse and norms[0] is not None:
+        yield ctx.row(at, "add", "add", 3 * one)
+    for i, norm in enumerate(norms):
+        if norm is None:
+            if prev:
+                yield ctx.row(at, "add", "add", 3 * one)
+        elif prev and i == 0 and ctx.fuse:
+            yield ctx.row(at, "add+norm", _norm_op(norm), 4 * one + 4 * d)
+        else:
+            yield ctx.row(at, "norm", _norm_op(norm), 2 * one + 4 * d)
+
+
+def _norm_op(norm: Any) -> str:
+    return "layer_norm" if isinstance(norm, LayerNorm) else "rms_norm"

@@ -1,0 +1,141 @@
+"""explain: what one step will run, from the declaration alone. No tensor, no GPU, no weights.
+
+Every row is one op: the parts it serves, its kernel, the bytes it must move and the FLOPs it must do, and the floor time that follows
+on a GPU.
+A layer of your own shows its Linears and one row for the rest; register more with `@pyllm.runtime.costs.rows.register(YourLayer)`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from pyllm.layers.decoder import Decoder
+from pyllm.layers.formats import QuantPlan, resolve
+from pyllm.layers.linear import Linear
+from pyllm.layers.spec import Spec, join, walk
+from pyllm.runtime.costs import GPUS, Context, Row, edge_rows, product, rows
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`str()` is the table for people, `json()` the same for programs."""
+
+    rows: tuple[Row, ...]
+    weight_bytes: int
+    kv_bytes_per_token: int
+    ctx: Context
+
+    @property
+    def totals(self) -> dict[str, float]:
+        return {
+            "bytes": sum(r.bytes for r in self.rows),
+            "flops": sum(r.flops for r in self.rows),
+            "floor_us": sum(r.floor_us or 0.0 for r in self.rows),
+            "ops": len(self.rows),
+            "weight_bytes": self.weight_bytes,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+        }
+
+    def json(self) -> str:
+        c = self.ctx
+        asked = {"batch": c.batch, "context": c.context, "new": c.new, "tp": c.tp, "gpu": asdict(c.gpu)}
+        return json.dumps({"workload": asked, "rows": [asdict(r) for r in self.rows], "totals": self.totals}, indent=1)
+
+    def __str__(self) -> str:
+        c, t, out = self.ctx, self.totals, []
+        rates = f"{c.gpu.read / 1e12:.2f} TB/s read, {c.gpu.bf16 / 1e12:.0f} TFLOP/s bf16 ({c.gpu.source})"
+        out.append(f"{c.batch} x {c.new} new tokens, {c.context} keys each, tp={c.tp}; floors on {c.gpu.name}: {rates}")
+        line = "  {:<32} {:<26} {:<7} {:<20} {:<27} {:>10} {:>9} {:>9}".format
+        out.append(line("what", "shape", "format", "op", "kernel", "MB", "GFLOP", "floor us"))
+        for names, block in _folded(self.rows):
+            out.append(names)
+            for r in block:
+                floor = "-" if r.floor_us is None else f"{r.floor_us:.2f}"
+                out.append(line(r.what, r.shape, r.format, r.op, r.kernel, f"{r.bytes / 1e6:.3f}", f"{r.flops / 1e9:.3f}", floor))
+        out.append(f"total: {t['ops']} ops, {t['bytes'] / 1e9:.3f} GB, {t['flops'] / 1e9:.1f} GFLOP, floor {t['floor_us'] / 1e3:.3f} ms")
+        out.append(f"weights {self.weight_bytes / 1e9:.3f} GB a rank, KV cache {self.kv_bytes_per_token} bytes a token")
+        return "\n".join(out) + "\n"
+
+
+def _folded(all_rows: tuple[Row, ...]) -> Iterator[tuple[str, list[Row]]]:
+    """Consecutive layers (rows with one `at`) that read alike are shown once: "model.layers.1 .. 31 (31 alike)"."""
+    groups = [(at, list(g)) for at, g in groupby(all_rows, key=lambda r: r.at)]
+
+    def key(g: tuple[str, list[Row]]) -> list[tuple[Any, ...]]:
+        return [(*asdict(r).values(),)[2:] + (r.what.split("[")[0],) for r in g[1]]
+
+    for _, alike in groupby(groups, key=key):
+        same = list(alike)
+        yield (same[0][0] if len(same) == 1 else f"{same[0][0]} .. {same[-1][0].rsplit('.', 1)[-1]} ({len(same)} alike)"), same[0][1]
+
+
+def explain(
+    spec: Decoder,
+    *,
+    tp: int = 1,
+    quant: QuantPlan = (),
+    batch: int = 1,
+    context: int = 1024,
+    new: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+    gpu: str = "h200",
+    fuse: bool = True,
+) -> Explanation:
+    """What one step of `batch` sequences runs on one of `tp` ranks; each sequence adds `new` tokens and then has `context` keys.
+
+    fuse=False: the ops that `bind(fuse=False)` runs. Errors (ValueError): sizes that `tp` does not fit (names the part), context < new,
+    an unknown gpu, a quant plan that splits a GEMM.
+    """
+    if gpu not in GPUS:
+        raise ValueError(f"explain: gpu is {gpu!r}, expected one of {', '.join(GPUS)}")
+    for name, value in (("batch", batch), ("new", new), ("tp", tp)):
+        if value < 1:
+            raise ValueError(f"explain: {name} is {value}, expected at least 1")
+    if context < new:
+        raise ValueError(f"explain: context is {context}, expected at least new={new}")
+    ctx = Context(batch, context, new, tp, quant, fuse, dtype.itemsize, (kv_dtype or dtype).itemsize, GPUS[gpu])
+    d, out, prev = spec.embed.d, [], None
+    out.append(ctx.row("embed", "embedding", "embed_tokens", 2 * ctx.tokens * d * ctx.item, 0, f"{spec.vocab_size}x{d}"))
+    if ctx.tp > 1:
+        out.append(ctx.row("embed", "sum over ranks", "all_reduce", 2 * ctx.tokens * d * ctx.item * (tp - 1) / tp))
+    for sub in spec.subs:
+        out += edge_rows(ctx, d, prev, sub.pre, sub.at)
+        out += [_moved(r, sub.at) for r in rows(sub.body, ctx, join(sub.at, getattr(sub.body, "at", "")))]
+        prev = sub
+    out += edge_rows(ctx, d, prev, spec.norm, "head")
+    out += _head_rows(spec, replace(ctx, new=1))
+    weights = sum(_stored(s, p, ctx) for p, s in walk(spec))
+    kv = sum(2 * max(s.kv_heads // tp, 1) * s.head_dim * ctx.kv_item for s in spec.kv_slots().values())
+    return Explanation(tuple(out), weights, kv, ctx)
+
+
+def _moved(row: Row, at: str) -> Row:
+    return replace(row, at=at)
+
+
+def _head_rows(spec: Decoder, ctx: Context) -> Iterator[Row]:
+    """The head sees one row per sequence."""
+    tied = Linear(spec.embed.d, (spec.embed.weights()["weight"].parts[0],), "col")
+    yield from (_moved(r, "head") for r in rows(spec.head or tied, ctx, ""))
+    if spec.logit_softcap:
+        yield ctx.row("head", f"softcap {spec.logit_softcap:g}", "softcap", 2 * ctx.batch * spec.vocab_size * ctx.item)
+    yield ctx.row("head", "choose the token", "sample_tokens", ctx.batch * spec.vocab_size * ctx.item)
+
+
+def _stored(spec: Spec, path: str, ctx: Context) -> int:
+    """Bytes of a node's own tensors on one rank."""
+    total = 0
+    for name, w in spec.weights().items():
+        shape = w.local_shape(ctx.tp, path)
+        if isinstance(spec, Linear) and name == "weight":
+            total += (shape[0] if w.experts else 1) * resolve(spec.names(path), ctx.quant).weight_bytes(shape[-2], shape[-1])
+        else:
+            total += product(shape) * (4 if w.fp32 else ctx.item)
+    return total
