@@ -56,6 +56,7 @@ class GgufType:
 
 
 # Types with no dtype are known by size, so that a file's layout can be checked, but not readable: using one is an error naming it.
+# Q8_1 and Q8_K are left out: they exist in memory only, never in files.
 TYPES: dict[int, GgufType] = {
     0: GgufType("F32", 1, 4, torch.float32),
     1: GgufType("F16", 1, 2, torch.float16),
@@ -64,13 +65,11 @@ TYPES: dict[int, GgufType] = {
     6: GgufType("Q5_0", QK, 22),
     7: GgufType("Q5_1", QK, 24),
     8: GgufType("Q8_0", QK, 34, torch.float32, decode_q8_0),
-    9: GgufType("Q8_1", QK, 36),
     10: GgufType("Q2_K", 256, 84),
     11: GgufType("Q3_K", 256, 110),
     12: GgufType("Q4_K", 256, 144),
     13: GgufType("Q5_K", 256, 176),
     14: GgufType("Q6_K", 256, 210),
-    15: GgufType("Q8_K", 256, 292),
     16: GgufType("IQ2_XXS", 256, 66),
     17: GgufType("IQ2_XS", 256, 74),
     18: GgufType("IQ3_XXS", 256, 98),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from typing import Any
 
-from jinja2 import nodes, pass_context
+from jinja2 import Environment, nodes, pass_context
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import do_round
@@ -113,7 +113,9 @@ class _Bound(NodeTransformer):
 class Generation(Extension):
     """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here it is just its content."""
 
-    tags = {"generation"}
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -156,11 +158,11 @@ def _join(values: Iterable[Any], d: Any = "", attribute: str | int | None = None
 def _columns(kind: Callable[..., Any]) -> Callable[..., Any]:
     """slice and batch without their fill value, with a bound on how many columns they make out of nothing."""
 
-    def run(value: Any, count: int) -> Any:
+    def slice_or_batch(value: Any, count: int) -> Any:
         check_size(abs(count))
         return kind(value, count)
 
-    return run
+    return slice_or_batch
 
 
 def _round(value: Any, precision: int = 0, method: str = "common") -> Any:
@@ -242,7 +244,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return False
         return super().is_safe_attribute(obj, attr, value)
 
-    def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         weigh([args, kwargs])
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str):
