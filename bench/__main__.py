@@ -108,12 +108,16 @@ def measure(work: Work, args: argparse.Namespace, command: str, console: Console
                 done.append(measure_case(op, shapes, case, settings, found, monitor, about))
             except Exception:  # one op that fails must not take the other ops' numbers with it; the exit status tells
                 failed.append(f"{op.stem} {shapes.name}: {case.name}\n{traceback.format_exc(limit=-3)}")
+            else:
+                if not args.quick:
+                    records.write(done[-1:])  # at once, so that a run that is cut short keeps what it measured
+                if not console.is_terminal:
+                    console.print(f"{op.name} {shapes.name}: {case.name}: {report.time_text(done[-1])} µs", highlight=False)
             progress.advance(task)
     console.print(report.table(done))
     for text in failed:
         console.print(f"FAILED {text}", style="red", highlight=False, markup=False)
     if not args.quick and done:
-        records.write(done)
         write_pages(console, args.plot or args.all)
     return 1 if failed else 0
 

@@ -217,7 +217,8 @@ def try_baseline(fn: Callable[[Any], Any], inputs: Any) -> str:
     """Run a baseline once: "" or the text for its column."""
     try:
         fn(inputs)
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
     except PeerMissing as missing:
         return str(missing)
     except Exception as error:  # whatever a peer raises must not end the run: its column says what happened

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from bench.records import Record, ratio, ratio_summary
 from bench.report import baseline_names
 
 IMAGES = ROOT / "docs" / "img"
+TICKS = (0.1, 0.2, 0.5, 0.8, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
 ROOFLINE, SPEEDUP = "roofline.svg", "speedup.svg"
 
 
@@ -32,8 +32,8 @@ def _save(plt: Any, figure: Any, path: Path) -> Path:
     return path
 
 
-def roofline(records: list[Record], folder: Path = IMAGES) -> Path:
-    """Left: rate over FLOPs per byte under the measured ceilings. Right: share of the ceiling over the bytes of a case."""
+def roofline(records: list[Record], folder: Path) -> Path:
+    """Left: rate over FLOPs per byte under the measured ceilings. Right: share of the ceiling over bytes, cold cases."""
     plt = _pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
     found = records[-1]["ceilings"]
@@ -50,7 +50,7 @@ def roofline(records: list[Record], folder: Path = IMAGES) -> Path:
         here = [r for r in computing if r["op"] == op]
         if here:
             left.scatter([r["flops"] / r["bytes"] for r in here], [r["tflops"] for r in here], s=14, label=op, zorder=3)
-        shares = [r for r in records if r["op"] == op and r["share"] is not None]
+        shares = [r for r in records if r["op"] == op and r["share"] is not None and r["cold"]]
         right.scatter([r["bytes"] for r in shares], [100 * r["share"] for r in shares], s=14, label=op)
     left.set(
         xscale="log",
@@ -59,7 +59,13 @@ def roofline(records: list[Record], folder: Path = IMAGES) -> Path:
         ylabel="TFLOP/s",
         title=f"{records[-1]['gpu']}: read {found['read_gbs']:,.0f} GB/s",
     )
-    right.set(xscale="log", xlabel="bytes moved", ylabel="% of a copy of the same bytes (of the matrix rate)", title="share of the ceiling")
+    right.set(
+        xscale="log",
+        xlabel="bytes moved",
+        ylabel="% of a copy of the same bytes (of the matrix rate)",
+        title="share of the ceiling, cold L2",
+    )
+    right.set_ylim(bottom=0)
     right.axhline(100, color="grey", lw=0.8)
     for axes in (left, right):
         axes.grid(alpha=0.25)
@@ -67,45 +73,40 @@ def roofline(records: list[Record], folder: Path = IMAGES) -> Path:
     return _save(plt, figure, folder / ROOFLINE)
 
 
-def speedup(records: list[Record], folder: Path = IMAGES) -> Path:
-    """Per op and baseline: the geometric mean of the ratios as a bar, the range over the cases as a line."""
+def speedup(records: list[Record], folder: Path) -> Path:
+    """Per op and baseline: the geometric mean of the ratios as a bar from 1, the range over the cases as a line."""
     plt = _pyplot()
     names = baseline_names(records)
     ops = list(dict.fromkeys(r["op"] for r in records))
-    figure, axes = plt.subplots(figsize=(9, 0.8 + 0.2 * len(ops) * (len(names) + 1)))
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.2 * len(ops) * (len(names) + 1)))
+    extremes = [0.8, 1.25]
     for place, name in enumerate(names):
-        rows, means, low, high = [], [], [], []
+        colour = f"C{place}"
+        axes.barh([0], [0], color=colour, label=f"over {name}")
         for index, op in enumerate(ops):
-            here = [r for r in records if r["op"] == op]
-            summary = ratio_summary(here, name)
+            here = [r for r in records if r["op"] == op and name in r["baselines"]]
             at = index + 0.8 * (place + 0.5) / len(names) - 0.4
-            if summary is None:
-                if any(name in r["baselines"] for r in here):
-                    axes.text(1.02, at, f"{name}: not measured", va="center", fontsize=6, color="grey")
-                continue
             ratios = [value for value in (ratio(r, name) for r in here) if value is not None]
-            rows.append(at)
-            means.append(summary[0])
-            low.append(summary[0] - min(ratios))
-            high.append(max(ratios) - summary[0])
-        axes.barh(
-            rows, means, height=0.7 / len(names), xerr=_errors(low, high), error_kw={"lw": 0.8, "ecolor": "dimgrey"}, label=f"over {name}"
-        )
+            if ratios:
+                mean = ratio_summary(here, name)[0]
+                axes.barh([at], [mean - 1], left=1, height=0.7 / len(names), color=colour)
+                axes.plot([min(ratios), max(ratios)], [at, at], color="dimgrey", lw=0.8)
+                extremes += [min(ratios), max(ratios)]
+            elif here:
+                axes.text(1.02, at, f"{name}: {here[0]['baselines'][name]['reason'].split(':')[0]}", va="center", fontsize=6, color="grey")
     axes.axvline(1, color="black", lw=0.8)
     axes.set(yticks=range(len(ops)), yticklabels=ops, xscale="log", xlabel="times faster than the baseline (geometric mean, range)")
-    ticks = [t for t in (0.5, 1, 2, 5, 10, 20, 50, 100) if t <= 2 ** math.ceil(math.log2(max(2.0, axes.get_xlim()[1])))]
+    axes.set_xlim(min(extremes) / 1.1, max(extremes) * 1.1)
+    ticks = [t for t in TICKS if min(extremes) / 1.1 <= t <= max(extremes) * 1.1]
     axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axes.minorticks_off()
     axes.invert_yaxis()
-    axes.legend(fontsize=7, frameon=False)
-    axes.set_title(f"{records[-1]['gpu']}: speed-up", fontsize=9)
+    axes.legend(fontsize=7, frameon=False, ncols=max(1, len(names)), loc="lower left", bbox_to_anchor=(0, 1))
+    axes.set_title(f"{records[-1]['gpu']}: speed-up", fontsize=9, loc="right")
     return _save(plt, figure, folder / SPEEDUP)
 
 
-def _errors(low: list[float], high: list[float]) -> list[list[float]]:
-    return [[max(0.0, v) for v in low], [max(0.0, v) for v in high]]
-
-
-def draw(records: list[Record], folder: Path = IMAGES) -> list[Path]:
+def draw(records: list[Record], folder: Path | None = None) -> list[Path]:
     """Both pictures; nothing without records."""
+    folder = folder or IMAGES
     return [roofline(records, folder), speedup(records, folder)] if records else []

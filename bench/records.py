@@ -45,8 +45,9 @@ def read_file(path: Path) -> list[Record]:
     return records
 
 
-def read(folder: Path = RESULTS) -> list[Record]:
-    """All records, by family file."""
+def read(folder: Path | None = None) -> list[Record]:
+    """All records of bench/results, by family file."""
+    folder = folder or RESULTS
     return [record for path in sorted(folder.glob("*.jsonl")) if path.name != GPU_TESTS for record in read_file(path)]
 
 
@@ -57,8 +58,9 @@ def merge(old: Iterable[Record], new: Iterable[Record]) -> list[Record]:
     return sorted(found.values(), key=lambda record: record["op"])
 
 
-def write(new: Iterable[Record], folder: Path = RESULTS) -> list[Path]:
+def write(new: Iterable[Record], folder: Path | None = None) -> list[Path]:
     """Merge into the files of their families."""
+    folder = folder or RESULTS
     by_family: dict[str, list[Record]] = {}
     for record in new:
         by_family.setdefault(record["family"], []).append(record)
@@ -82,10 +84,17 @@ def stale(records: Iterable[Record], digest: Callable[[str], str] = op_digest) -
     for record in records:
         stem = record["stem"]
         if stem not in today:
-            today[stem] = digest(stem)
+            try:
+                today[stem] = digest(stem)
+            except FileNotFoundError as error:
+                today[stem] = str(error)
         if today[stem] != record["digest"]:
-            found.append((record, f"{stem}: measured at digest {record['digest'][:12]}, now {today[stem][:12]}"))
+            found.append((record, f"{stem}: measured at digest {record['digest'][:12]}, now {_short(today[stem])}"))
     return found
+
+
+def _short(digest: str) -> str:
+    return digest[:12] if len(digest) == 64 else digest
 
 
 def ratio(record: Record, baseline: str) -> float | None:
@@ -100,12 +109,16 @@ def best_peer(record: Record) -> tuple[str, float] | None:
     return (min(measured)[1], min(measured)[0] / record["us"]) if measured else None
 
 
+def _ceiling(record: Record) -> str:
+    return "a copy" if record["share_of"].startswith("copy") else f"the {record['share_of']}"
+
+
 def verdicts(record: Record) -> list[tuple[str, str]]:
     """Each goal of a record as (text, "met" | "missed" | "unknown"); no ratio asks for less time than the floor."""
     goal, found = record["goal"], []
     if goal["share"] is not None:
         met = "unknown" if record["share"] is None else "met" if record["share"] >= goal["share"] else "missed"
-        found.append((f"{goal['share']:.0%} of {record['share_of'] or 'ceiling'}", met))
+        found.append((f"{goal['share']:.0%} of {_ceiling(record)}", met))
     if goal["us"] is not None:
         found.append((f"{goal['us']:g} µs", "met" if record["us"] <= goal["us"] else "missed"))
     for name, least in goal["ratio"].items():

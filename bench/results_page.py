@@ -98,7 +98,8 @@ def page(records: list[Record]) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def write(records: list[Record], path: Path = PAGE) -> Path:
+def write(records: list[Record], path: Path | None = None) -> Path:
+    path = path or PAGE
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(records), encoding="utf-8")
     return path

@@ -58,7 +58,14 @@ def share_of_ceiling(case: Case, us: float, copy: dict[str, Timing], found: Ceil
 
 
 def record_of(
-    op: Op, shapes: Shapes, case: Case, times: dict[str, Timing], reasons: dict[str, str], found: Ceilings, about: dict[str, Any]
+    op: Op,
+    shapes: Shapes,
+    case: Case,
+    times: dict[str, Timing],
+    reasons: dict[str, str],
+    found: Ceilings,
+    about: dict[str, Any],
+    digest: Callable[[str], str] = op_digest,
 ) -> Record:
     """The record of a race; `about` holds the fields of the run (machine, clocks, sets, rounds)."""
     ours = times[OURS]
@@ -93,7 +100,7 @@ def record_of(
         "baselines": baselines,
         "goal": case.goal.to_json(),
         "ceilings": found.to_json(),
-        "digest": op_digest(op.stem),
+        "digest": digest(op.stem),
         **about,
     }
 
@@ -113,7 +120,16 @@ def _contenders(case: Case, settings: Settings, sets: list[Any]) -> tuple[dict[s
     return found, reasons
 
 
-def measure(op: Op, shapes: Shapes, case: Case, settings: Settings, found: Ceilings, monitor: Monitor, run: dict[str, Any]) -> Record:
+def measure(
+    op: Op,
+    shapes: Shapes,
+    case: Case,
+    settings: Settings,
+    found: Ceilings,
+    monitor: Monitor,
+    run: dict[str, Any],
+    digest: Callable[[str], str] = op_digest,
+) -> Record:
     """Run one case on the GPU. Errors of ours propagate; a baseline's become the text of its column."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -131,7 +147,7 @@ def measure(op: Op, shapes: Shapes, case: Case, settings: Settings, found: Ceili
     monitor.take()
     times = race(contenders, rounds=settings.rounds, sample=monitor.sample)
     about = {"cold": cold, "sets": n, "rounds": settings.rounds, **monitor.take(), **run}
-    record = record_of(op, shapes, case, times, reasons, found, about)
+    record = record_of(op, shapes, case, times, reasons, found, about, digest)
     del sets, contenders
     gc.collect()
     torch.cuda.empty_cache()

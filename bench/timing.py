@@ -72,7 +72,7 @@ class Contender:
         torch.cuda.synchronize()
         estimate = self._time(lambda: self._run(len(self.sets))) / len(self.sets)
         self._size(estimate, round_ms)
-        if self._capture():
+        if not self._host_syncs() and self._capture():
             # Events over eager calls see the host's pace in short work, so the graph is sized again from its own first replay.
             before = self.calls
             self._size(self._time(self._once) / before, round_ms)
@@ -112,6 +112,18 @@ class Contender:
         turns = max(1, math.ceil(min(wanted, MAX_CALLS) / len(self.sets)))
         self.calls = turns * len(self.sets)
         self.repeats = max(1, round(wanted / self.calls))
+
+    def _host_syncs(self) -> bool:
+        """A host sync during a capture breaks it and may leave torch's allocator behind in it, so look for one before."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self._run(1)
+        except RuntimeError:
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return False
 
     def _capture(self) -> bool:
         self.graph = None
