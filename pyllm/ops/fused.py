@@ -58,7 +58,7 @@ def act(x: torch.Tensor, act: str = "silu") -> torch.Tensor:
         `[T, F]` of x.dtype, contiguous.
 
     Limits at infinity are the mathematical ones: silu, gelu and gelu_tanh of -inf are 0, of +inf are +inf; NaN stays NaN.
-    fp32 inside, rounded once; the kernel's own error is below 2^-15 of the result for bf16 and fp16 (hardware exp2 and reciprocal)
+    fp32 inside, rounded once; the kernel's own error is below 2^-14 of the result for bf16 and fp16 (hardware exp2 and reciprocal)
     and a few fp32 roundings for fp32. Results below 2^-119 in magnitude may come out as zero.
 
     Raises:

@@ -1,0 +1,20 @@
+// act: out[t, i] = round(f(x[t, i])), f one of silu, gelu, gelu_tanh, relu2 in fp32.
+//
+// Layout: x [T, F] dense rows, any stride of a multiple of 16 bytes; out [T, F] contiguous. The kernel is map_kernel.
+// Limits: F a multiple of 8.
+#pragma once
+#include "fused/act.h"
+#include "fused/activations.cuh"
+#include "fused/elementwise.cuh"
+
+namespace pyllm::fused {
+
+template <class T, int Kind>
+void launch_act(const ActParams& p, cudaStream_t stream) {
+  const int64_t row_bytes = p.x_stride * static_cast<int64_t>(sizeof(T));
+  const MapArgs a{static_cast<const char*>(p.x), static_cast<char*>(p.out), row_bytes,
+                  flat_plan(p.tokens, p.width / kWidth<T>, p.x_stride == p.width)};
+  launch_map<T, PYLLM_ACT_VECTORS>("act", a, Act<Kind, sizeof(T) == 4>{}, stream);
+}
+
+}  // namespace pyllm::fused
