@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import shutil
 import subprocess
@@ -107,7 +106,7 @@ def explain(
 
     spec = spec_from_config(open_model_files(model).config)
     report = explain_spec(spec, tp=tp, batch=batch, context=context, gpu=gpu)
-    typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
+    typer.echo(report.json() if as_json else str(report).rstrip())
 
 
 @app.command()

@@ -34,8 +34,10 @@ def hashed(history: Sequence[int]) -> int:
 class FakeModel:
     """`module(batch)`: logits with `choose(history)` on top. steps: (tokens, sequences, rows) of each call."""
 
-    def __init__(self, choose: Callable[[Sequence[int]], int] = hashed, vocab: int = VOCAB, peak: float = 9.0) -> None:
-        self.choose, self.vocab, self.peak = choose, vocab, peak
+    def __init__(
+        self, choose: Callable[[Sequence[int]], int] = hashed, vocab: int = VOCAB, peak: float = 9.0, nan_token: int = NAN_TOKEN
+    ) -> None:
+        self.choose, self.vocab, self.peak, self.nan_token = choose, vocab, peak, nan_token
         self.steps: list[tuple[int, int, int]] = []
 
     def __call__(self, b: Batch) -> torch.Tensor:
@@ -62,7 +64,7 @@ class FakeModel:
         for i, row in enumerate(rows):
             history = histories[ends.index(row)]
             logits[i, self.choose(history)] = self.peak
-            if history[-1] == NAN_TOKEN:
+            if history[-1] == self.nan_token:
                 logits[i, 11] = float("nan")
         return logits.to(b.ids.device)
 
