@@ -90,7 +90,8 @@ def _template(file: GgufFile, tokens: list[str], add_bos: bool) -> Any:
             around[name] = (tokens[value], value)
     if not around:
         return None
-    single = [f"{around['bos'][0]}:0"] * ("bos" in around) + ["$A:0"] + [f"{around['eos'][0]}:0"] * ("eos" in around)
+    text = {name: [f"{token}:0"] for name, (token, _) in around.items()}
+    single = [*text.get("bos", []), "$A:0", *text.get("eos", [])]
     return processors.TemplateProcessing(single=single, special_tokens=list(around.values()))
 
 

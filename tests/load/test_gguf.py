@@ -100,7 +100,7 @@ def test_decodes_like_the_reference_package(tmp_path: Path, kind: int, seed: int
     nan = np.isnan(want)
     assert (np.isnan(got) == nan).all()
     assert (got.view(np.uint32) == want.view(np.uint32))[~nan].all()
-    assert 0 < (~nan).sum()
+    assert (~nan).any()
 
 
 def test_type_sizes_match_the_reference_package() -> None:
@@ -194,6 +194,7 @@ def test_alignment_of_the_file_is_used(tmp_path: Path) -> None:
 
 def check_opens_or_raises(path: Path, data: bytes, limit: int) -> None:
     write(path, data)
+    message = ""
     tracemalloc.start()
     try:
         file = GgufFile(path)
@@ -201,10 +202,11 @@ def check_opens_or_raises(path: Path, data: bytes, limit: int) -> None:
             if file.info(name).type.dtype is not None:
                 assert file[name].numel() <= 8 * len(data)
     except CheckpointError as error:
-        assert "\n" not in str(error)
+        message = str(error)
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
+    assert "\n" not in message
     assert peak < limit
 
 

@@ -92,7 +92,7 @@ def test_config_and_names(tmp_path: Path) -> None:
     }
     assert model.tensors.shape("model.layers.0.self_attn.k_proj.weight") == (KV_HEADS * HEAD_DIM, HIDDEN)
     assert model.tensors.dtype("model.norm.weight") == torch.float32
-    with pytest.raises(KeyError, match="no tensor 'lm_head.weight'"):
+    with pytest.raises(KeyError, match=r"no tensor 'lm_head.weight'"):
         model.tensors["lm_head.weight"]
     with pytest.raises(CheckpointError, match="the checkpoint has no chat template"):
         model.render_chat([])
@@ -148,7 +148,7 @@ def test_llama3_divisors_become_the_rule_behind_them(tmp_path: Path) -> None:
     assert model.config["rope_scaling"] == rule
     assert not any("rope" in name for name in model.tensors)
     wrong = struct.pack("<64f", *range(1, 65))
-    with pytest.raises(CheckpointError, match="tensor 'rope_freqs.weight' does not follow the llama3 rule"):
+    with pytest.raises(CheckpointError, match=r"tensor 'rope_freqs.weight' does not follow the llama3 rule"):
         open_checkpoint(tiny(tmp_path, keys, shapes, {"rope_freqs.weight": wrong}))
 
 
