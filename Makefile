@@ -26,7 +26,7 @@ build:  ## the native parts and the package, in development mode
 
 test:  ## all tests that this machine can run (builds the kernels where nvcc is)
 	$(SETUP) test
-	@$(RUN) -m pytest -q $(TESTS)
+	@$(RUN) -m pytest $(TESTS)
 
 lint:  ## ruff, clang-format, mypy
 	$(SETUP) test check

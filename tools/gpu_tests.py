@@ -91,7 +91,7 @@ def run_pytest(prefix: list[str], arguments: list[str], environment: dict[str, s
     report = ROOT / "build" / "gpu_tests.xml"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
-    command = [*prefix, sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
+    command = [*prefix, sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments]
     code = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}).returncode
     shown = " ".join(["python" if part == sys.executable else Path(part).name if part in prefix[:1] else part for part in command])
     return code, counts(report) if report.exists() else {}, shown.replace(f"{ROOT}/", "")
