@@ -18,6 +18,7 @@ NO_GPU = "no CUDA device" if torch.version.cuda else "torch is built without CUD
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", default=False, help="rewrite the golden files of explain()")
     parser.addoption(
         "--seed", type=int, default=random.SystemRandom().randrange(2**31), help="seed of the random inputs (printed at the start)"
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyllm.layers.formats import QuantPlan
-from pyllm.layers.spec import Spec, Weight, nodes, path_of
+from pyllm.layers.spec import Spec, Weight, path_of
 
 
 @dataclass
@@ -50,15 +50,9 @@ class Bound(nn.Module):
     def __init__(self, spec: Spec, path: str, env: Env) -> None:
         super().__init__()
         self.spec, self.path, self.rank, self.tp, self.fuse = spec, path_of(spec, path), env.rank, env.tp, env.fuse
-        groups: dict[str, nn.ModuleList] = {}
-        for name, child in nodes(spec):
-            bound = Bound(child, self.path, env)
-            if "." in name:
-                groups.setdefault(name.split(".")[0], nn.ModuleList()).append(bound)
-            else:
-                self.add_module(name, bound)
-        for name, group in groups.items():
-            self.add_module(name, group)
+        for name, child in spec.children().items():
+            many = isinstance(child, tuple)
+            self.add_module(name, nn.ModuleList(Bound(c, self.path, env) for c in child) if many else Bound(child, self.path, env))
         spec.load(self, env)
 
     def put(self, name: str, t: Tensor) -> None:

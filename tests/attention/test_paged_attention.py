@@ -1,0 +1,199 @@
+"""paged_attention: the reference against fp64 formulas, the CUDA composition (plain torch, so it also runs here) against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyllm import ops
+from pyllm.ops import attention
+from tests.support.compare import EPS, assert_close
+from tests.support.generate import filled_pools, gather, normal, ragged_batch
+
+PAGE, KV, DIM = 16, 2, 24
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": 5},
+    "window-full": {"causal": False, "window": 5},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 7, "softcap": 1.5, "sinks": True},
+}
+LENGTHS = ([1, 0, 5, 17, 1], [16, 0, 5, 33, 1])
+
+
+def make(
+    q_lens: list[int], kv_lens: list[int], heads: int, dtype: torch.dtype = torch.float32, cache: torch.dtype | None = None
+) -> tuple[Any, ...]:
+    batch = ragged_batch(q_lens, kv_lens, page_size=PAGE)
+    k, v = filled_pools(batch, KV, DIM, cache or dtype)
+    q = normal(sum(q_lens), heads, DIM, dtype=dtype)
+    return batch, q, k, v
+
+
+def formula(batch: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = True, window: int | None = None, softcap: float
+| None = None,
+            sinks: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """fp64, one sequence, one head, one query at a time."""
+    starts, lens = batch.q_starts.tolist(), batch.kv_lens.tolist()
+    out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.full(q.shape[:2], float("-inf"), dtype=torch.float64)
+    for b, length in enumerate(lens):
+        keys, values = gather(k, batch, b).double() * k_scale, gather(v, batch, b).double() * v_scale
+        n = starts[b + 1] - starts[b]
+        for j in range(n):
+            at = length - n + j
+            seen = [i for i in range(length) if (not causal or i <= at) and (not window or i > at - window)]
+            for h in range(q.shape[1]):
+                g = h * KV // q.shape[1]
+                s = keys[seen, g] @ q[starts[b] + j, h].double() * scale
+                s = softcap * torch.tanh(s / softcap) if softcap else s
+                total = s if sinks is None else torch.cat([s, sinks[h : h + 1].double()])
+                lse[starts[b] + j, h] = torch.logsumexp(total, 0)
+                out[starts[b] + j, h] = torch.exp(s - lse[starts[b] + j, h]) @ values[seen, g]
+    return out, lse
+
+
+def call(f: Callable[..., Any], batch: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, **options: Any) -> tuple[Tensor, Tensor]:
+    o = {"causal": True, "window": 0, "softcap": 0.0, "sinks": None, "k_scale": None, "v_scale": None} | options
+    return f(q, k, v, batch.page_table, batch.q_starts, batch.kv_lens, scale, *o.values())
+
+
+def bounds(dtype: torch.dtype, v: float, keys: int) -> tuple[float, float]:
+    """|o| <= max |v| = v. fp32 inside: scores err by DIM 2^-24 |s| (|s| < ~10 here), so p by ~1e-5 relative at worst; then one rounding
+    to dtype."""
+    inside = 16 * (DIM + keys) * EPS[torch.float32]
+    return v * (inside + EPS[dtype]), inside * 10
+
+
+@pytest.mark.parametrize("implementation", ["reference", "composition"])
+@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize("case", CASES)
+def test_against_fp64(case: str, heads: int, implementation: str) -> None:
+    """Unused pages, page tails and table tails are poison (NaN, huge ids), so any read of them shows."""
+    options = dict(CASES[case])
+    batch, q, k, v = make(*LENGTHS, heads)
+    if options.get("sinks"):
+        options["sinks"] = normal(heads)
+    f = getattr(attention, f"_attention_{implementation}")
+    got, lse = call(f, batch, q, k, v, 0.2, **options)
+    want, want_lse = formula(batch, q, k, v, 0.2, **options)
+    o_bound, lse_bound = bounds(q.dtype, 5.0, 33)
+    assert_close(got, want, atol=o_bound, what="out")
+    assert_close(lse, want_lse, atol=lse_bound, what="lse")
+
+
+@pytest.mark.parametrize("implementation", ["reference", "composition"])
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])
+def test_low_precision_and_fp8_cache(cache: torch.dtype, implementation: str) -> None:
+    batch, q, k, v = make(*LENGTHS, 4, torch.bfloat16, cache)
+    scales = {"k_scale": torch.tensor([0.5, 2.0]), "v_scale": torch.tensor([3.0])} if cache != torch.bfloat16 else {}
+    got, _ = call(getattr(attention, f"_attention_{implementation}"), batch, q, k, v, 0.2, **scales)
+    want = torch.zeros(q.shape, dtype=torch.float64)
+    for g in range(KV):  # per-head scales: one KV head at a time through the scalar formula
+        scale = {"k_scale": scales["k_scale"][g].item(), "v_scale": 3.0} if scales else {}
+        rows = slice(g * 2, g * 2 + 2)
+        want[:, rows] = formula(batch, q, k, v, 0.2, **scale)[0][:, rows]
+    assert_close(got, want, atol=bounds(torch.bfloat16, 15.0 if scales else 5.0, 33)[0], what="out")
+
+
+def test_rows_of_no_sequence_and_empty_problems() -> None:
+    batch, q, k, v = make([3, 2], [3, 20], 4)
+    more = torch.cat([q, torch.full((4, 4, DIM), float("nan"))])
+    for name in ("reference", "composition"):
+        f = getattr(attention, f"_attention_{name}")
+        out, lse = call(f, batch, more, k, v, 0.2)
+        assert torch.equal(out[5:], torch.zeros(4, 4, DIM))
+        assert torch.equal(lse[5:], torch.full((4, 4), float("-inf")))
+        assert_close(out[:5], call(f, batch, q, k, v, 0.2)[0], what="out")
+        empty = ragged_batch([0], [0], page_size=PAGE)
+        assert call(f, empty, q[:0], k, v, 0.2)[0].shape == (0, 4, DIM)
+
+
+def test_composition_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, q, k, v = make(*LENGTHS, 4)
+    want = call(attention._attention_composition, batch, q, k, v, 0.2)
+    monkeypatch.setattr(attention, "_SCORE_BYTES", 1)
+    got = call(attention._attention_composition, batch, q, k, v, 0.2)
+    for g, w in zip(got, want, strict=True):
+        assert_close(g, w, atol=1e-6)
+
+
+def test_opcheck_and_compile() -> None:
+    batch, q, k, v = make(*LENGTHS, 4)
+    args = (q, k.nan_to_num(), v.nan_to_num(), batch.page_table, batch.q_starts, batch.kv_lens, 0.2, True, 0, 0.0, None, None, None)
+    torch.library.opcheck(torch.ops.pyllm.paged_attention.default, args)
+    compiled = torch.compile(ops.paged_attention, fullgraph=True, backend="aot_eager")
+    got = compiled(q, k, v, batch.page_table, batch.q_starts, batch.kv_lens, scale=0.2)[0]
+    assert_close(got, ops.paged_attention(q, k, v, batch.page_table, batch.q_starts, batch.kv_lens, scale=0.2)[0])
+
+
+ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "q": ({"q": torch.zeros(3, 8)}, r"q has 2 dimensions, expected 3 \[T, H, D\]"),
+    "k dims": ({"k_cache": torch.zeros(4, 16, 8)}, r"k_cache has 3 dimensions, expected 4 \[pages, P, K, D\]"),
+    "v": ({"v_cache": torch.zeros(4, 16, 2, 16)}, r"v_cache has shape \(4, 16, 2, 16\), expected \(4, 16, 2, 8\) like k_cache"),
+    "D": ({"q": torch.zeros(3, 4, 16)}, r"k_cache \.size\(3\) is 8, expected D=16 \(from q\)"),
+    "H": ({"q": torch.zeros(3, 3, 8)}, r"q has H=3 heads, expected a multiple of K=2"),
+    "dtype": (
+        {"q": torch.zeros(3, 4, 8, dtype=torch.bfloat16)},
+        r"k_cache is torch\.float32, expected torch\.bfloat16 like q or float8_e4m3fn",
+    ),
+    "table": ({"page_table": torch.zeros(2, 1, dtype=torch.int64)}, r"page_table is torch\.int64, expected int32"),
+    "starts": ({"q_starts": torch.zeros(2, dtype=torch.int32)}, r"q_starts \.size\(0\) is 2, expected B\+1=3"),
+    "lens": ({"kv_lens": torch.zeros(3, dtype=torch.int32)}, r"kv_lens \.size\(0\) is 3, expected B=2"),
+    "sinks": ({"sinks": torch.zeros(3)}, r"sinks has shape \(3,\), expected H=4"),
+    "window": ({"window": -1}, r"window is -1, expected >= 1 \(or None\)"),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case: str, device: str) -> None:
+    cache = torch.zeros(4, 16, 2, 8)
+    starts, lens = torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32)
+    good = {"q": torch.zeros(3, 4, 8), "k_cache": cache, "v_cache": cache, "page_table": torch.zeros(2, 1, dtype=torch.int32)}
+    good |= {"q_starts": starts, "kv_lens": lens, "scale": 1.0}
+    change, message = ERRORS[case]
+    args = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in (good | change).items()}
+    with pytest.raises(ValueError, match=f"paged_attention: {message}"):
+        ops.paged_attention(**args)
+
+
+def test_fewer_keys_than_queries_is_an_error() -> None:
+    batch, q, k, v = make([3], [3], 4)
+    with pytest.raises(ValueError, match=r"kv_lens \[0\] is 2, expected at least the sequence's 3 query rows"):
+        ops.paged_attention(q, k, v, batch.page_table, batch.q_starts, torch.tensor([2], dtype=torch.int32), scale=0.2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_cuda_composition(case: str) -> None:
+    options = dict(CASES[case])
+    batch, q, k, v = make(*LENGTHS, 4, torch.bfloat16)
+    if options.pop("sinks", False):
+        options["sinks"] = normal(4)
+    want = formula(batch, q, k, v, 0.2, **options)[0]
+    cuda = {n: t.cuda() if isinstance(t, Tensor) else t for n, t in options.items()}
+    got, _ = ops.paged_attention(
+        q.cuda(), k.cuda(), v.cuda(), batch.page_table.cuda(), batch.q_starts.cuda(), batch.kv_lens.cuda(), scale=0.2, **cuda
+    )
+    assert_close(got, want, atol=bounds(torch.bfloat16, 5.0, 33)[0], what="out")
+
+
+@pytest.mark.gpu
+def test_cuda_graph_replay_with_changed_lengths() -> None:
+    batch, q, k, v = make([1, 1, 1], [5, 30, 17], 4, torch.bfloat16)
+    static = [t.cuda() for t in (q, k, v, batch.page_table, batch.q_starts, batch.kv_lens)]
+    ops.paged_attention(*static, scale=0.2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = ops.paged_attention(*static, scale=0.2)
+    for lens in ([5, 30, 17], [1, 16, 2]):
+        static[5].copy_(torch.tensor(lens, dtype=torch.int32))
+        graph.replay()
+        want, _ = ops.paged_attention(*static, scale=0.2)
+        assert_close(out, want, what=f"lengths {lens}")
