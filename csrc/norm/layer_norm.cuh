@@ -12,8 +12,7 @@ struct LayerFormula {
   float mean;
   float rstd;
 
-  __device__ __forceinline__ LayerFormula(const Row<C>& row, const NormParams& p) {
-    const float n = static_cast<float>(p.n);
+  __device__ __forceinline__ LayerFormula(const Row<C>& row, float inv_n, float eps) {
     float even = 0.f, odd = 0.f;  // two chains: half the latency of the sum
 #pragma unroll
     for (int j = 0; j < C::kVectors; ++j) {
@@ -22,7 +21,7 @@ struct LayerFormula {
 #pragma unroll
       for (int i = 0; i < C::kV; i += 2) even += f[i], odd += f[i + 1];
     }
-    mean = row.threads.reduce(even + odd, SumOp{}) / n;
+    mean = row.threads.reduce(even + odd, SumOp{}) * inv_n;
     even = odd = 0.f;
 #pragma unroll
     for (int j = 0; j < C::kVectors; ++j) {
@@ -35,7 +34,7 @@ struct LayerFormula {
         odd = fmaf(f[i + 1] - mean, f[i + 1] - mean, odd);
       }
     }
-    rstd = rsqrtf(row.threads.reduce(even + odd, SumOp{}) / n + p.eps);
+    rstd = rsqrtf(row.threads.reduce(even + odd, SumOp{}) * inv_n + eps);
   }
   __device__ __forceinline__ float operator()(float h, float w, float b) const { return fmaf((h - mean) * rstd, w, b); }
 };

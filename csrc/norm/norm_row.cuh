@@ -12,12 +12,13 @@
 
 namespace pyllm::norm {
 
-template <class T_, class W_, int Vectors, bool Residual, bool Fp8>
+template <class T_, class W_, int Vectors, bool Residual, NormQuant Quant>
 struct NormConfig {
   using T = T_;
   using W = W_;
   static constexpr int kVectors = Vectors, kMinCtas = Vectors == 2 ? PYLLM_NORM_MIN_CTAS : 1;
-  static constexpr bool kResidual = Residual, kFp8 = Fp8;
+  static constexpr bool kResidual = Residual;
+  static constexpr NormQuant kQuant = Quant;
   static constexpr bool kPrefetch = norm::kPrefetch && Vectors <= 4;  // 8 vectors of the next row would not fit 128 registers
   static constexpr int kV = kVec<T>;
   static constexpr int kWords = kV * static_cast<int>(sizeof(W)) / 16;  // 16-byte loads of weights per vector
@@ -64,37 +65,39 @@ struct Columns {
   }
 };
 
+// Two vectors per thread and FP8 output of layer_norm need up to 80 registers: one CTA of 512 threads instead of two.
 template <class Formula, class C>
-__global__ void __launch_bounds__(kMaxThreads, C::kMinCtas) norm_kernel(const __grid_constant__ NormParams p, const RowPlan plan) {
+__global__ void __launch_bounds__(kMaxThreads, Formula::kBias&& C::kQuant != NormQuant::kNone ? 1 : C::kMinCtas)
+    norm_kernel(const __grid_constant__ NormParams p, const RowPlan plan) {
   using T = typename C::T;
   constexpr int kV = C::kV, kN = C::kVectors;
   // Columns live in registers (ahead of the wait, off the critical path of a single row) unless they and the residual would spill.
   constexpr bool kKeep = kN <= 4 && C::kWords * (Formula::kBias ? 2 : 1) + C::kResidual <= 2;
-  __shared__ float slots[2][32];
+  __shared__ RowScratch scratch;
 
-  RowThreads<kN> at(plan, slots);
+  RowThreads<kN> at(plan, scratch);
   const int vectors = p.n / kV;
   const uint32_t rows = static_cast<uint32_t>(p.rows);
   const Columns<C, kKeep> weight(p.weight, at, vectors);
-  const Columns<C, kKeep && Formula::kBias> bias(p.bias, at, vectors);
+  const Columns<C, kKeep && Formula::kBias> bias(Formula::kBias ? p.bias : nullptr, at, vectors);
   at.arrive();
   at.wait();
-  float inv = C::kFp8 && p.quant == NormQuant::kStatic ? inverse(*p.scale) : 0.f;
 
   uint4 x[kN], r[C::kResidual ? kN : 1];
   const auto load = [&](uint32_t row) {
-    const T* from = static_cast<const T*>(p.x) + static_cast<int64_t>(row) * p.x_stride;
+    const T* from = static_cast<const T*>(p.x) + static_cast<int64_t>(row) * p.x_stride + at.first * kV;
 #pragma unroll
-    for (int j = 0; j < kN; ++j) x[j] = load_stream(from + at.vector(j) * kV, row < rows && at.vector(j) < vectors);
+    for (int j = 0; j < kN; ++j) x[j] = load_stream(from + j * 32 * kV, row < rows && at.vector(j) < vectors);
     if constexpr (C::kResidual) {
-      const T* other = static_cast<const T*>(p.residual) + static_cast<int64_t>(row) * p.residual_stride;
+      const T* other = static_cast<const T*>(p.residual) + static_cast<int64_t>(row) * p.residual_stride + at.first * kV;
 #pragma unroll
-      for (int j = 0; j < kN; ++j) r[j] = load_stream(other + at.vector(j) * kV, row < rows && at.vector(j) < vectors);
+      for (int j = 0; j < kN; ++j) r[j] = load_stream(other + j * 32 * kV, row < rows && at.vector(j) < vectors);
     }
   };
   if constexpr (C::kPrefetch) load(at.first_row);
+  float inv = C::kQuant == NormQuant::kStatic ? inverse(*p.scale) : 0.f;  // after the loads: the division waits for the scale
 
-  for (uint32_t row = at.first_row; row < rows; row += at.row_step) {
+  for (uint32_t row = at.first_row; row < rows; row += plan.row_step) {
     if constexpr (!C::kPrefetch) load(row);
     Row<C> a{{}, at, vectors};
 #pragma unroll
@@ -110,16 +113,16 @@ __global__ void __launch_bounds__(kMaxThreads, C::kMinCtas) norm_kernel(const __
         a.h[j] = x[j];
       }
     }
-    if constexpr (C::kPrefetch) load(row + at.row_step);
+    if constexpr (C::kPrefetch) load(row + plan.row_step);
     if constexpr (C::kResidual) {
-      T* to = static_cast<T*>(p.residual) + static_cast<int64_t>(row) * p.residual_stride;
+      T* to = static_cast<T*>(p.residual) + static_cast<int64_t>(row) * p.residual_stride + at.first * kV;
 #pragma unroll
       for (int j = 0; j < kN; ++j) {
-        if (a.has(j)) store_row(to + at.vector(j) * kV, a.h[j]);
+        if (a.has(j)) store_row(to + j * 32 * kV, a.h[j]);
       }
     }
 
-    const Formula formula(a, p);
+    const Formula formula(a, plan.inv_n, p.eps);
     const auto result = [&](int j, float* y) {
       float w[kV], b[kV] = {};
       a.values(j, y);
@@ -129,37 +132,36 @@ __global__ void __launch_bounds__(kMaxThreads, C::kMinCtas) norm_kernel(const __
       for (int i = 0; i < kV; ++i) y[i] = formula(y[i], w[i], b[i]);
     };
 
-    if constexpr (!C::kFp8) {
-      T* to = static_cast<T*>(p.out) + static_cast<int64_t>(row) * p.n;
+    if constexpr (C::kQuant == NormQuant::kNone) {
+      T* to = static_cast<T*>(p.out) + static_cast<int64_t>(row) * p.n + at.first * kV;
 #pragma unroll
       for (int j = 0; j < kN; ++j) {
         if (!a.has(j)) continue;
         float y[kV];
         result(j, y);
-        store_row(to + at.vector(j) * kV, pack<T>(y));
+        store_row(to + j * 32 * kV, pack<T>(y));
       }
     } else {
-      if (p.quant == NormQuant::kToken) {
+      uint8_t* to = static_cast<uint8_t*>(p.out) + static_cast<int64_t>(row) * p.n + at.first * kV;
+      float y[kN][kV] = {};
+#pragma unroll
+      for (int j = 0; j < kN; ++j) {
+        if (a.has(j)) result(j, y[j]);
+      }
+      if constexpr (C::kQuant == NormQuant::kToken) {
         float absmax = 0.f;
 #pragma unroll
         for (int j = 0; j < kN; ++j) {
-          if (!a.has(j)) continue;
-          float y[kV];
-          result(j, y);
 #pragma unroll
-          for (int i = 0; i < kV; ++i) absmax = fmaxf(absmax, fabsf(y[i]));
+          for (int i = 0; i < kV; ++i) absmax = fmaxf(absmax, fabsf(y[j][i]));
         }
         const float scale = scale_of(at.reduce(absmax, MaxOp{}));
-        if (at.tid == 0) p.scale_out[row] = scale;
+        if (at.first == 0) p.scale_out[row] = scale;
         inv = inverse(scale);
       }
-      uint8_t* to = static_cast<uint8_t*>(p.out) + static_cast<int64_t>(row) * p.n;
 #pragma unroll
       for (int j = 0; j < kN; ++j) {
-        if (!a.has(j)) continue;
-        float y[kV];
-        result(j, y);  // again rather than held: fp32 rows would double the registers
-        store_e4m3<kV>(to + at.vector(j) * kV, y, inv);
+        if (a.has(j)) store_e4m3<kV>(to + j * 32 * kV, y[j], inv);
       }
     }
   }
@@ -168,8 +170,8 @@ __global__ void __launch_bounds__(kMaxThreads, C::kMinCtas) norm_kernel(const __
 template <template <class> class Formula, class C>
 void launch_norm(const char* name, const NormParams& p, int threads, cudaStream_t stream) {
   auto* kernel = &norm_kernel<Formula<C>, C>;
-  const Grid g = plan_grid(kernel, p.rows, threads, p.n * static_cast<int64_t>(sizeof(typename C::T)));
-  launch(name, {.grid = dim3(g.grid), .block = g.block, .cluster = g.plan.cluster}, stream, kernel, p, g.plan);
+  const Grid g = plan_grid(kernel, p.rows, p.n, sizeof(typename C::T), threads);
+  launch(name, {.grid = dim3(g.grid), .block = g.block, .cluster = g.cluster}, stream, kernel, p, g.plan);
 }
 
 template <template <class> class Formula>
@@ -178,8 +180,9 @@ void run_norm(const char* name, const NormParams& p, cudaStream_t stream) {
     using T = typename decltype(t)::type;
     using W = typename decltype(w)::type;
     const auto [shape, threads] = choose_threads(p.n / kVec<T>);
-    const auto with = [&, shape = shape, threads = threads](auto residual, auto fp8) {
-      constexpr bool kR = decltype(residual)::value, kQ = decltype(fp8)::value;
+    const auto with = [&, shape = shape, threads = threads](auto residual, auto quant) {
+      constexpr bool kR = decltype(residual)::value;
+      constexpr NormQuant kQ = static_cast<NormQuant>(decltype(quant)::value);
       switch (shape) {
         case Shape::kTwo:
           return launch_norm<Formula, NormConfig<T, W, 2, kR, kQ>>(name, p, threads, stream);
@@ -189,8 +192,9 @@ void run_norm(const char* name, const NormParams& p, cudaStream_t stream) {
           if constexpr (sizeof(T) == 4) return launch_norm<Formula, NormConfig<T, W, 8, kR, kQ>>(name, p, threads, stream);
       }
     };
-    dispatch_bool(p.residual != nullptr,
-                  [&](auto residual) { dispatch_bool(p.quant != NormQuant::kNone, [&](auto fp8) { with(residual, fp8); }); });
+    dispatch_bool(p.residual != nullptr, [&](auto residual) {
+      dispatch<0, 1, 2>("quant", static_cast<int>(p.quant), [&](auto quant) { with(residual, quant); });
+    });
   };
   dispatch_dtype<DType::kBF16, DType::kFP16, DType::kFP32>(name, p.dtype, [&](auto t) {
     if constexpr (!std::is_same_v<typename decltype(t)::type, float>) {

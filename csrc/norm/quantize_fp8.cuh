@@ -22,9 +22,9 @@ struct RowLoader {
   uint4 x[Vectors];
 
   __device__ __forceinline__ void load(int64_t row, bool ok) {
-    const T* from = static_cast<const T*>(p.x) + row * p.x_stride;
+    const T* from = static_cast<const T*>(p.x) + row * p.x_stride + at.first * kVec<T>;
 #pragma unroll
-    for (int j = 0; j < Vectors; ++j) x[j] = load_stream(from + at.vector(j) * kVec<T>, ok && at.vector(j) * kVec<T> < p.n);
+    for (int j = 0; j < Vectors; ++j) x[j] = load_stream(from + j * 32 * kVec<T>, ok && at.vector(j) * kVec<T> < p.n);
   }
 };
 
@@ -49,21 +49,21 @@ __device__ __forceinline__ float cta_max(float x, float* slots) {
 template <class T, int Vectors>
 __global__ void __launch_bounds__(kMaxThreads, Vectors == 2 ? PYLLM_NORM_MIN_CTAS : 1)
     absmax_kernel(const __grid_constant__ QuantizeParams p, const RowPlan plan) {
-  __shared__ float slots[32];
-  const RowThreads<Vectors> at(plan, nullptr);
+  __shared__ RowScratch scratch;
+  const RowThreads<Vectors> at(plan, scratch);
   at.arrive();
   at.wait();
   const uint32_t rows = static_cast<uint32_t>(p.rows);
   float absmax = 0.f;
   RowLoader<T, Vectors> row{p, at, {}};
   row.load(at.first_row, at.first_row < rows);
-  for (uint32_t i = at.first_row; i < rows; i += at.row_step) {
+  for (uint32_t i = at.first_row; i < rows; i += plan.row_step) {
     RowLoader<T, Vectors> current = row;
-    row.load(i + at.row_step, i + at.row_step < rows);
+    row.load(i + plan.row_step, i + plan.row_step < rows);
 #pragma unroll
     for (int j = 0; j < Vectors; ++j) absmax = fmaxf(absmax, absmax_of<T>(current.x[j]));
   }
-  absmax = cta_max(absmax, slots);
+  absmax = cta_max(absmax, scratch.slots[0]);
   if (threadIdx.x == 0 && threadIdx.y == 0) p.partials[blockIdx.x] = absmax;
 }
 
@@ -71,8 +71,8 @@ template <class T, int Vectors, Scaling S>
 __global__ void __launch_bounds__(kMaxThreads, Vectors == 2 ? PYLLM_NORM_MIN_CTAS : 1)
     quantize_kernel(const __grid_constant__ QuantizeParams p, const RowPlan plan, const int partials) {
   constexpr int kV = kVec<T>, kGroupLanes = kQuantGroup / kV;
-  __shared__ float slots[2][32];
-  RowThreads<Vectors> at(plan, slots);
+  __shared__ RowScratch scratch;
+  RowThreads<Vectors> at(plan, scratch);
   at.arrive();
   at.wait();
   const uint32_t rows = static_cast<uint32_t>(p.rows);
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kMaxThreads, Vectors == 2 ? PYLLM_NORM_MIN_CTA
       const int thread = threadIdx.y * blockDim.x + threadIdx.x;
       float absmax = 0.f;
       for (int i = thread; i < partials; i += blockDim.x * blockDim.y) absmax = fmaxf(absmax, p.partials[i]);
-      scale = scale_of(cta_max(absmax, slots[0]));
+      scale = scale_of(cta_max(absmax, scratch.slots[0]));
     } else {
       scale = *p.scale;
     }
@@ -96,16 +96,16 @@ __global__ void __launch_bounds__(kMaxThreads, Vectors == 2 ? PYLLM_NORM_MIN_CTA
     inv = inverse(scale);
   }
 
-  for (uint32_t i = at.first_row; i < rows; i += at.row_step) {
+  for (uint32_t i = at.first_row; i < rows; i += plan.row_step) {
     const int64_t here = place(i);
     const RowLoader<T, Vectors> current = row;
-    row.load(place(i + at.row_step), i + at.row_step < rows);
+    row.load(place(i + plan.row_step), i + plan.row_step < rows);
     if constexpr (S == Scaling::kRow) {
       float absmax = 0.f;
 #pragma unroll
       for (int j = 0; j < Vectors; ++j) absmax = fmaxf(absmax, absmax_of<T>(current.x[j]));
       const float scale = scale_of(at.reduce(absmax, MaxOp{}));
-      if (at.tid == 0) p.scale_out[here] = scale;
+      if (at.first == 0) p.scale_out[here] = scale;
       inv = inverse(scale);
     }
 #pragma unroll
@@ -128,8 +128,8 @@ __global__ void __launch_bounds__(kMaxThreads, Vectors == 2 ? PYLLM_NORM_MIN_CTA
 template <class T, int Vectors>
 void run_quantize(const QuantizeParams& p, int threads, cudaStream_t stream) {
   const auto start = [&](auto* kernel, int partials) {
-    const Grid g = plan_grid(kernel, p.rows, threads, p.n * static_cast<int64_t>(sizeof(T)));
-    launch("quantize_fp8", {.grid = dim3(g.grid), .block = g.block, .cluster = g.plan.cluster}, stream, kernel, p, g.plan, partials);
+    const Grid g = plan_grid(kernel, p.rows, p.n, sizeof(T), threads);
+    launch("quantize_fp8", {.grid = dim3(g.grid), .block = g.block, .cluster = g.cluster}, stream, kernel, p, g.plan, partials);
   };
   switch (p.mode) {
     case QuantMode::kToken:
@@ -140,9 +140,9 @@ void run_quantize(const QuantizeParams& p, int threads, cudaStream_t stream) {
       return start(&quantize_kernel<T, Vectors, Scaling::kGiven>, 0);
     case QuantMode::kTensor: {
       auto* kernel = &absmax_kernel<T, Vectors>;
-      const Grid g = plan_grid(kernel, p.rows, threads, p.n * static_cast<int64_t>(sizeof(T)));
+      const Grid g = plan_grid(kernel, p.rows, p.n, sizeof(T), threads);
       const int ctas = std::min(static_cast<int>(g.grid), kMaxQuantPartials);
-      launch("quantize_fp8", {.grid = dim3(ctas), .block = g.block, .cluster = g.plan.cluster}, stream, kernel, p, g.plan);
+      launch("quantize_fp8", {.grid = dim3(ctas), .block = g.block, .cluster = g.cluster}, stream, kernel, p, g.plan);
       return start(&quantize_kernel<T, Vectors, Scaling::kGiven>, ctas);
     }
   }

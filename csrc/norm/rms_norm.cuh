@@ -10,7 +10,7 @@ struct RmsFormula {
   static constexpr bool kBias = false;
   float rstd;
 
-  __device__ __forceinline__ RmsFormula(const Row<C>& row, const NormParams& p) {
+  __device__ __forceinline__ RmsFormula(const Row<C>& row, float inv_n, float eps) {
     float even = 0.f, odd = 0.f;  // two chains: half the latency of the sum
 #pragma unroll
     for (int j = 0; j < C::kVectors; ++j) {
@@ -23,7 +23,7 @@ struct RmsFormula {
       }
     }
     const float sum = row.threads.reduce(even + odd, SumOp{});
-    rstd = rsqrtf(sum / static_cast<float>(p.n) + p.eps);
+    rstd = rsqrtf(sum * inv_n + eps);
   }
   __device__ __forceinline__ float operator()(float h, float w, float) const { return h * rstd * w; }
 };

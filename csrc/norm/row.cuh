@@ -8,6 +8,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "common/fp8.cuh"
@@ -105,33 +106,13 @@ __device__ __forceinline__ void store_e4m3(uint8_t* p, const float* y, float inv
 }
 
 __device__ __forceinline__ float scale_of(float absmax) { return fmaxf(__fdiv_rn(absmax, kE4M3Max), kMinScale); }
-__device__ __forceinline__ float inverse(float scale) { return __fdiv_rn(1.f, scale); }
+__device__ __forceinline__ float inverse(float scale) { return __frcp_rn(scale); }
 
-__device__ __forceinline__ void cluster_arrive() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_wait() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void store_cluster(const float* p, int rank, float x) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  const uint32_t here = static_cast<uint32_t>(__cvta_generic_to_shared(p));
-  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.f32 [there], %2; }" ::"r"(here), "r"(rank),
-               "f"(x)
-               : "memory");
-#endif
-}
-__device__ __forceinline__ int cluster_rank() {
-  int rank = 0;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-  return rank;
-}
+// Scratch of the row reduction, in shared memory.
+struct RowScratch {
+  float slots[2][32];
+  uint64_t bars[2];  // mbarriers, used where a cluster owns a row
+};
 
 // Where this thread stands: which rows it walks, which vectors of a row it owns, and the reduction over the threads of the row.
 // A row belongs to one warp of a CTA (RowPlan::threads == 32), to one CTA, or to one cluster of CTAs; the result has the same bits
@@ -139,61 +120,104 @@ __device__ __forceinline__ int cluster_rank() {
 template <int Vectors>
 class RowThreads {
  public:
-  __device__ __forceinline__ RowThreads(const RowPlan& plan, float (*slots)[32])
-      : threads(plan.threads), cluster_(plan.cluster), slots_(slots) {
-    const int rank = plan.cluster > 1 ? cluster_rank() : 0;
-    tid = rank * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
-    first = tid / 32 * (32 * Vectors) + tid % 32;
-    first_row = blockIdx.x / plan.cluster * blockDim.y + threadIdx.y;
-    row_step = gridDim.x / plan.cluster * blockDim.y;
+  __device__ __forceinline__ RowThreads(const RowPlan& plan, RowScratch& scratch)
+      : warps_(plan.threads / 32), cluster_(1 << plan.cluster_log2), scratch_(static_cast<uint32_t>(__cvta_generic_to_shared(&scratch))) {
+    int rank = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (cluster_ > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+    const int thread = rank * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
+    first = thread / 32 * (32 * Vectors) + thread % 32;
+    first_row = (blockIdx.x >> plan.cluster_log2) * blockDim.y + threadIdx.y;
   }
 
   __device__ __forceinline__ int vector(int j) const { return first + j * 32; }
 
-  // PDL and cluster prologue. Every thread of the cluster has started once wait() returns: remote shared memory may be written.
+  // PDL and cluster prologue: after wait() predecessors' writes are visible, and the shared memory of the cluster may be written.
   __device__ __forceinline__ void arrive() const {
-    if (cluster_ > 1) cluster_arrive();
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (cluster_ > 1) {
+      if (threadIdx.x == 0) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; mbarrier.init.shared::cta.b64 [%1], 1;" ::"r"(bar(0)), "r"(bar(1)) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      }
+      __syncwarp();
+      asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    }
+#endif
     pdl_trigger();
   }
   __device__ __forceinline__ void wait() const {
     pdl_wait();
-    if (cluster_ > 1) cluster_wait();
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (cluster_ > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
   }
 
-  // One barrier: consecutive reductions alternate between two sets of slots, and nobody can be two barriers ahead.
+  // One barrier. Consecutive reductions alternate between two sets of slots: a thread can start reduction i + 2 only when all have
+  // contributed to i + 1, hence have read the slots of i.
   template <class Op>
   __device__ __forceinline__ float reduce(float x, Op op) {
     x = warp_reduce(x, op);
-    const int warps = threads / 32;
-    if (warps == 1) return x;
-    float* slots = slots_[parity_];
-    parity_ ^= 1;
-    const int lane = tid % 32;
+    if (warps_ == 1) return x;
+    int place = first;
+    asm volatile("" : "+r"(place));  // lane and warp anew each time: kept across the loop over rows they would cost registers
+    const int lane = place % 32, warp = place / (32 * Vectors);
+    const int set = count_ & 1;
+    const uint32_t slots = scratch_ + set * 128;
     if (cluster_ > 1) {
-      if (lane < cluster_) store_cluster(slots + tid / 32, lane, x);
-      cluster_arrive();
-      cluster_wait();
+      exchange(slots + warp * 4, x, lane, bar(set), count_ >> 1 & 1);
     } else {
-      if (lane == 0) slots[tid / 32] = x;
+      if (lane == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(slots + warp * 4), "f"(x) : "memory");
       __syncthreads();
     }
-    const int span = 1 << (32 - __clz(warps - 1));  // warps rounded up to a power of two, 2 .. 32
+    ++count_;
+    const int span = 1 << (32 - __clz(warps_ - 1));  // warps rounded up to a power of two, 2 .. 32
     const int slot = lane & (span - 1);
-    x = slot < warps ? slots[slot] : Op::identity();
-    for (int offset = span / 2; offset > 0; offset /= 2) x = op(x, __shfl_xor_sync(0xffffffffu, x, offset));
+    x = Op::identity();
+    if (slot < warps_) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(slots + slot * 4) : "memory");
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      if (offset < span) x = op(x, __shfl_xor_sync(0xffffffffu, x, offset));
+    }
     return x;
   }
 
-  int tid;             // among the threads of the row
-  int threads;         // of the row
-  int first;           // first vector of this thread
-  uint32_t first_row;  // rows fit in 31 bits, so row + row_step fits in 32; addresses are 64-bit
-  uint32_t row_step;
+  int first;           // first vector of this thread; 0: the first thread of the row
+  uint32_t first_row;  // rows fit in 31 bits, so the row after the last fits in 32; addresses are 64-bit
 
  private:
+  __device__ __forceinline__ uint32_t bar(int set) const { return scratch_ + 256 + set * 8; }
+
+  // Every warp puts its value into `slot` of every CTA of the cluster; returns when all values of the row have come. Asynchronous stores
+  // that count on an mbarrier: a cluster barrier with release semantics would wait for this thread's global stores as well.
+  __device__ __forceinline__ void exchange(uint32_t slot, float x, int lane, uint32_t bar, int phase) const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(warps_ * 4) : "memory");
+    if (lane < cluster_) {
+      asm volatile(
+          "{ .reg .b32 to, on; mapa.shared::cluster.u32 to, %0, %2; mapa.shared::cluster.u32 on, %1, %2;"
+          "  st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %3, [on]; }" ::"r"(slot),
+          "r"(bar), "r"(lane), "r"(__float_as_uint(x))
+          : "memory");
+    }
+    int done = 0;
+    while (!done) {
+      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
+                   : "=r"(done)
+                   : "r"(bar), "r"(phase)
+                   : "memory");
+    }
+    __syncwarp();
+#endif
+  }
+
+  int warps_;
   int cluster_;
-  int parity_ = 0;
-  float (*slots_)[32];
+  uint32_t scratch_;
+  int count_ = 0;
 };
+
+static_assert(offsetof(RowScratch, bars) == 256, "RowThreads addresses the scratch by hand");
 
 }  // namespace pyllm::norm

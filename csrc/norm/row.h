@@ -45,8 +45,10 @@ inline constexpr int kWarpsPerCta = 8;  // rows of one warp each: 8 of them make
 
 // What a kernel needs to know of its launch.
 struct RowPlan {
-  int threads;  // threads that own one row, a multiple of 32
-  int cluster;  // CTAs that share one row
+  int threads;        // that own one row, a multiple of 32
+  int cluster_log2;   // CTAs that share one row, a power of two
+  unsigned row_step;  // from one row of a thread to its next: rows that the grid holds at a time
+  float inv_n;        // 1 / row length
 };
 
 // The shapes a kernel is instantiated for: vectors per thread.
@@ -87,15 +89,16 @@ inline int sm_count() {
 struct Grid {
   unsigned grid;
   dim3 block;
+  int cluster;
   RowPlan plan;
 };
 
 // Few long rows: a cluster per row. Few rows: one per CTA. Many rows: one wave of resident CTAs that walk them.
 template <class Kernel>
-Grid plan_grid(Kernel kernel, int64_t rows, int threads, int64_t row_bytes) {
+Grid plan_grid(Kernel kernel, int64_t rows, int n, int item_size, int threads) {
   const int sms = sm_count();
   int split = threads > kMaxThreads ? 2 : 1;
-  if (row_bytes >= PYLLM_NORM_CLUSTER_BYTES) {
+  if (n * item_size >= PYLLM_NORM_CLUSTER_BYTES) {
     for (int wider = PYLLM_NORM_CLUSTER; wider > split; wider /= 2) {
       if (threads % (32 * wider) == 0 && rows * wider <= sms / 2) split = wider;
     }
@@ -113,7 +116,8 @@ Grid plan_grid(Kernel kernel, int64_t rows, int threads, int64_t row_bytes) {
       wave = std::min<int64_t>(full, static_cast<int64_t>(std::max(resident, 1)) * sms / split);
     }
   }
-  return {static_cast<unsigned>(std::max<int64_t>(wave, 1) * split), block, {threads, split}};
+  const auto rows_at_once = static_cast<unsigned>(std::max<int64_t>(wave, 1));
+  return {rows_at_once * split, block, split, {threads, split == 8 ? 3 : split / 2, rows_at_once * per_cta, 1.f / static_cast<float>(n)}};
 }
 
 }  // namespace pyllm::norm
