@@ -109,7 +109,9 @@ def cpp_signature(where: str) -> tuple[str, list[str]]:
     found = re.search(rf"^([\w:<>, &]+?)\s+{function}\s*\(([^)]*)\)\s*\{{", text, re.MULTILINE)
     assert found, f"{file}: no definition of {function}"
     parameters = [re.sub(r"\s*\b\w+$", "", parameter).strip() for parameter in split_types(found[2])]
-    return cpp_type(found[1]), [cpp_type(parameter) for parameter in parameters]
+    aliases = {alias: cpp_type(of) for alias, of in re.findall(r"using (\w+) = ([^;]+);", text)}
+    result, *types = [aliases.get(kind, kind) for kind in map(cpp_type, [found[1], *parameters])]
+    return result, types
 
 
 CPP_OF_SCHEMA = {"Tensor": "Tensor", "int": "int64_t", "SymInt": "int64_t", "float": "double", "bool": "bool"}
