@@ -13,7 +13,7 @@ from pyllm.runtime.engine import Engine
 from pyllm.runtime.params import SamplingParams
 from tests.runtime.tiny import CONFIG, VOCAB, tiny_spec, tiny_weights
 
-LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 5, 100]
+LENGTHS = [1, 2, 15, 16, 17, 33, 5, 70]
 
 
 @pytest.fixture(scope="module", params=[0, 1])
@@ -26,7 +26,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(0, VOCAB, (n,)).tolist() for n in LENGTHS]
 
 
-def run(weights, prompts, max_tokens: int = 20, each: list[SamplingParams] | None = None, **options):
+def run(weights, prompts, max_tokens: int = 18, each: list[SamplingParams] | None = None, **options):
     options = {"page_size": 16, "max_tokens": 2048, "max_batch": 16, "chunk": 4096} | options
     engine = Engine(tiny_spec(), weights, **options)
     for cache in engine.kv.caches.values():  # an unused key that is read makes every logit NaN
