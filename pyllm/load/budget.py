@@ -13,7 +13,7 @@ MAX_STEPS = 1_000_000
 MAX_SECONDS = 5.0
 MAX_VALUE = 8 << 20  # characters: two million tokens of prompt
 MAX_PRINTED = 4 * MAX_VALUE  # over a whole rendering: text that passes through nested macros is printed more than once
-ITEM = 16  # what a number, or an entry of a list, counts for in characters
+ITEM = 64  # what a number, or an entry of a list, counts for in characters
 
 
 class Budget:
@@ -52,7 +52,7 @@ def weigh(value: Any) -> int:
     total, stack = 0, [value]
     while stack and total + ITEM * len(stack) <= MAX_VALUE:
         item = stack.pop()
-        total += len(item) if isinstance(item, str) else ITEM
+        total += ITEM + (len(item) if isinstance(item, str) else 0)
         if isinstance(item, dict):
             stack.extend(item.keys())
             stack.extend(item.values())

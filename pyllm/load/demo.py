@@ -18,6 +18,8 @@ def demo_model_path() -> Path:
     except metadata.PackageNotFoundError:
         raise CheckpointError(f"the demo model is not installed: {INSTALL}") from None
     found = [Path(str(f.locate())) for f in files if f.name.endswith(".gguf")]
-    if len(found) != 1 or not found[0].is_file():
+    if len(found) != 1:
         raise CheckpointError(f"the package {PACKAGE} holds {len(found)} .gguf files, expected 1: {INSTALL} --force-reinstall")
+    if not found[0].is_file():
+        raise CheckpointError(f"{found[0]} is gone although the package {PACKAGE} is installed: {INSTALL} --force-reinstall")
     return found[0]

@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, nodes, pass_context
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import do_round
+from jinja2.filters import do_batch, do_round, sync_do_slice
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -31,6 +31,7 @@ FILTERS = (
     "join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace", "reverse", "round", "safe",
     "select", "selectattr", "slice", "sort", "string", "sum", "title", "trim", "unique", "upper",
 )
+CALL = 8  # what a call, which may be of a macro, costs in loop iterations
 STR_METHODS = frozenset((
     "capitalize", "casefold", "count", "endswith", "find", "index", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit",
     "islower", "isnumeric", "isspace", "istitle", "isupper", "join", "lower", "lstrip", "partition", "removeprefix", "removesuffix",
@@ -225,7 +226,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.optimized = False  # nothing of a template runs before there is a budget
         kept = {name: self.filters[name] for name in FILTERS}
         kept |= {"tojson": _tojson, "replace": _replace, "join": _join, "round": _round}
-        kept |= {name: _columns(kept[name]) for name in ("slice", "batch")}
+        kept |= {"slice": _columns(sync_do_slice), "batch": _columns(do_batch)}
         self.filters = {name: _charged(function) for name, function in kept.items()}
         self.filters |= {"_concat": _concat, "_weighed": _weighed, "_stepped": _stepped, "_checked": _checked}
         self.globals = {
@@ -239,12 +240,19 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         return super()._generate(_Bound().visit(source), *args, **kwargs)
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Jinja hands out str.format before it asks is_safe_attribute; a width in a format makes a string of any length."""
+        if super().wrap_str_format(value) is not None:
+            raise SecurityError("uses str.format, which is not supported: use ~")
+        return None
+
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str) and attr not in STR_METHODS:
             return False
         return super().is_safe_attribute(obj, attr, value)
 
     def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        budget.get().charge(CALL)
         weigh([args, kwargs])
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str):
