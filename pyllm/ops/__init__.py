@@ -7,6 +7,7 @@ from pyllm.ops.attention import paged_attention
 from pyllm.ops.fused import act, act_mul, embed_tokens, softcap
 from pyllm.ops.gemm import linear
 from pyllm.ops.moe import moe_experts, route_experts
+from pyllm.ops.norm import layer_norm, quantize_fp8, rms_norm
 from pyllm.ops.rope import qk_norm_rope_append
 from pyllm.ops.sampling import sample_tokens, token_logprobs
 
@@ -16,10 +17,13 @@ __all__ = [
     "act",
     "act_mul",
     "embed_tokens",
+    "layer_norm",
     "linear",
     "moe_experts",
     "paged_attention",
     "qk_norm_rope_append",
+    "quantize_fp8",
+    "rms_norm",
     "route_experts",
     "sample_tokens",
     "softcap",

@@ -32,7 +32,8 @@ def paged_attention(
     Query row j of a sequence with n rows and L keys stands at position `p = L - n + j`; it sees keys `<= p` when causal, and keys `> p
     - window`.
     sinks: one logit per head that joins the softmax's denominator and has no value (gpt-oss).
-    Shapes: q `[T, H, D]`, caches `[pages, P, K, D]` (H a multiple of K), page_table int32 `[B, W]` (entries past a sequence's last page
+    Shapes: q `[T, H, D]`, k_cache and v_cache `[pages, P, K, D]` (H a multiple of K), page_table int32 `[B, W]` (entries past a
+    sequence's last page
     are never
     read), q_starts int32 `[B + 1]`, kv_lens int32 `[B]`, sinks `[H]`, k_scale/v_scale fp32 `[1]` or `[K]`: value = stored * scale.
     Returns (o `[T, H, D]` of q's dtype, lse fp32 `[T, H]`, natural log; a row that sees no key gives 0 and -inf).
