@@ -20,6 +20,15 @@ namespace pyllm::fused {
 constexpr int kChunk = 8;
 constexpr int kMaxDim = 256;
 
+// What the launch adds to the parameters.
+struct RopePlan {
+  int passes;         // over the groups of a CTA: heads of a thread, at most Heads
+  int turning;        // chunk pairs (i, i + R / 2) of a head, 0 when interleaved
+  int rest;           // lanes that own the dimensions behind them
+  float inverse_dim;  // 1 / D
+  RowSplit page;      // splits a slot into page and offset
+};
+
 // 8 values as they lie in memory: 16 bytes, fp32 32.
 template <class T>
 struct RawChunk {
@@ -78,17 +87,15 @@ struct Chunks {
   bool exists[2], turns[2];
 };
 
-__device__ __forceinline__ Chunks chunks_of(const QkNormRopeAppendParams& p, int lane) {
-  const int split = p.interleaved ? 0 : p.rotary / (2 * kChunk) * (2 * kChunk);  // dimensions that pair across halves
-  const int turning = split / (2 * kChunk);
-  if (lane < turning) return {{lane * kChunk, lane * kChunk + split / 2}, {true, true}, {true, true}};
-  const int rest = (p.dim - split + 2 * kChunk - 1) / (2 * kChunk);
-  const int first = split + (lane - turning) * kChunk, second = first + rest * kChunk;
-  const bool one = lane - turning < rest, two = one && second < p.dim;
+__device__ __forceinline__ Chunks chunks_of(const QkNormRopeAppendParams& p, const RopePlan& plan, int lane) {
+  const int behind = lane - plan.turning;
+  if (behind < 0) return {{lane * kChunk, (lane + plan.turning) * kChunk}, {true, true}, {true, true}};
+  const int first = (behind + 2 * plan.turning) * kChunk, second = first + plan.rest * kChunk;
+  const bool one = behind < plan.rest, two = one && second < p.dim;
   return {{one ? first : 0, two ? second : 0}, {one, two}, {p.interleaved && one && first < p.rotary, p.interleaved && two && second < p.rotary}};
 }
 
-enum HeadKind : int { kQ, kK, kV, kKinds };
+enum HeadKind : int { kQ, kK, kV };
 
 // The head at `index` of a row of qkv: kind, and its index among the heads of its kind.
 struct Head {
@@ -102,7 +109,7 @@ __device__ __forceinline__ Head head_at(const QkNormRopeAppendParams& p, int ind
 
 // The norm weights in fp32, in shared memory, 1 where a kind has none: constants, so this runs ahead of the wait. Ends without a barrier.
 template <class T>
-__device__ __forceinline__ void fill_weights(const QkNormRopeAppendParams& p, float (&weights)[kKinds][kMaxDim]) {
+__device__ __forceinline__ void fill_weights(const QkNormRopeAppendParams& p, float (&weights)[2][kMaxDim]) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.dim; i += PYLLM_ROPE_THREADS) {
     float q = 1.f, k = 1.f;
@@ -110,7 +117,6 @@ __device__ __forceinline__ void fill_weights(const QkNormRopeAppendParams& p, fl
     if (p.k_weight != nullptr) k = p.k_weight_fp32 ? static_cast<const float*>(p.k_weight)[i] : to_float(static_cast<const T*>(p.k_weight)[i]);
     weights[kQ][i] = q;
     weights[kK][i] = k;
-    weights[kV][i] = 1.f;
   }
 }
 
@@ -180,13 +186,13 @@ struct Lines {
   Cache* v;
   bool stored;  // the token has a slot
 
-  __device__ __forceinline__ Lines(const QkNormRopeAppendParams& p, int64_t token) {
+  __device__ __forceinline__ Lines(const QkNormRopeAppendParams& p, const RopePlan& plan, int64_t token) {
     const int slot = p.slots != nullptr ? p.slots[token] : -1;
-    const int page = slot / p.page;  // 0 for a slot of -1; never used then
-    const int64_t inside = static_cast<int64_t>(slot - page * p.page) * p.kv_heads * p.dim;
+    const RowCol at = split_index(plan.page, max(slot, 0));
+    const int64_t inside = at.col * p.kv_heads * p.dim;
     q = static_cast<T*>(p.q) + token * p.heads * p.dim;
-    k = static_cast<Cache*>(p.k_cache) + page * p.k_page_stride + inside;
-    v = static_cast<Cache*>(p.v_cache) + page * p.v_page_stride + inside;
+    k = static_cast<Cache*>(p.k_cache) + at.row * p.k_page_stride + inside;
+    v = static_cast<Cache*>(p.v_cache) + at.row * p.v_page_stride + inside;
     stored = slot >= 0;
   }
 };
@@ -226,14 +232,17 @@ __device__ __forceinline__ void scale_chunks(const Chunks& c, const float* weigh
 // grid (T, pieces): a piece is `passes` times Threads / Lanes heads of the row.
 template <class T, int Lanes, int Heads, bool Chunked, bool Fp8>
 __global__ void __launch_bounds__(PYLLM_ROPE_THREADS, sizeof(T) == 4 ? 2 : PYLLM_ROPE_MIN_CTAS)
-    qk_norm_rope_append_kernel(const __grid_constant__ QkNormRopeAppendParams p, int passes, float inverse_dim) {
+    qk_norm_rope_append_kernel(const __grid_constant__ QkNormRopeAppendParams p, const __grid_constant__ RopePlan plan) {
   constexpr int kGroups = PYLLM_ROPE_THREADS / Lanes;
-  __shared__ __align__(16) float weights[kKinds][kMaxDim];
+  __shared__ __align__(16) float weights[2][kMaxDim];
   const int64_t token = blockIdx.x;
-  const int first_head = blockIdx.y * passes * kGroups + threadIdx.x / Lanes;
-  const int end_head = min(p.heads + 2 * p.kv_heads, static_cast<int>(blockIdx.y + 1) * passes * kGroups);
-  const Chunks c = chunks_of(p, threadIdx.x % Lanes);
+  const int begin_head = blockIdx.y * plan.passes * kGroups;
+  const int end_head = min(p.heads + 2 * p.kv_heads, begin_head + plan.passes * kGroups);
+  const int first_head = begin_head + threadIdx.x / Lanes;
+  const Chunks c = chunks_of(p, plan, threadIdx.x % Lanes);
   const T* const row = static_cast<const T*>(p.qkv) + token * p.qkv_stride;
+  const T* from[2] = {row + (first_head * p.dim + c.at[0]), row + (first_head * p.dim + c.at[1])};
+  asm volatile("" : "+l"(from[0]), "+l"(from[1]));  // computed here, ahead of the wait, and not once per load behind it
   const bool norm = p.q_weight != nullptr || p.k_weight != nullptr;
   if (norm) fill_weights<T>(p, weights);
 
@@ -248,10 +257,10 @@ __global__ void __launch_bounds__(PYLLM_ROPE_THREADS, sizeof(T) == 4 ? 2 : PYLLM
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       raw[h][k] = {};
-      if (index < end_head && c.exists[k]) raw[h][k] = load_chunk(row + (index * p.dim + c.at[k]));
+      if (index < end_head && c.exists[k]) raw[h][k] = load_chunk(from[k] + h * kGroups * p.dim);
     }
   }
-  const Lines<T, Fp8> to(p, token);
+  const Lines<T, Fp8> to(p, plan, token);
   float cosines[kChunk], sines[kChunk];
   if (Chunked && line != nullptr) load_rotation(p, c, line, cosines, sines);
   pdl_trigger();
@@ -259,7 +268,7 @@ __global__ void __launch_bounds__(PYLLM_ROPE_THREADS, sizeof(T) == 4 ? 2 : PYLLM
 
 #pragma unroll
   for (int h = 0; h < Heads; ++h) {
-    if (h >= passes) break;
+    if (h >= plan.passes) break;
     const int index = first_head + h * kGroups;
     const Head head = head_at(p, index);
     float y[2 * kChunk];
@@ -271,9 +280,10 @@ __global__ void __launch_bounds__(PYLLM_ROPE_THREADS, sizeof(T) == 4 ? 2 : PYLLM
 #pragma unroll
       for (int i = 0; i < 2 * kChunk; ++i) squares[i / kChunk] = fmaf(y[i], y[i], squares[i / kChunk]);
       const float sum = warp_reduce<SumOp, Lanes>(squares[0] + squares[1], SumOp{});
-      const bool weighted = head.kind == kQ ? p.q_weight != nullptr : head.kind == kK && p.k_weight != nullptr;
-      if (weighted) factor = rsqrtf(fmaf(sum, inverse_dim, p.eps));
-      scale_chunks(c, weights[head.kind], factor, y);
+      if (head.kind != kV) {
+        if ((head.kind == kQ ? p.q_weight : p.k_weight) != nullptr) factor = rsqrtf(fmaf(sum, plan.inverse_dim, p.eps));
+        scale_chunks(c, weights[head.kind], factor, y);
+      }
     }
     if (index >= end_head) continue;
     if (line != nullptr && head.kind != kV) {
@@ -299,9 +309,12 @@ void launch_rope(const QkNormRopeAppendParams& p, cudaStream_t stream) {
   const int all = (p.heads + 2 * p.kv_heads + kGroups - 1) / kGroups;  // passes over a row
   const bool spread = p.tokens * all <= static_cast<int64_t>(sm_count()) * PYLLM_ROPE_SPREAD_CTAS;
   const int pieces = spread ? all : (all + Heads - 1) / Heads;
-  const int passes = (all + pieces - 1) / pieces;
+  const int turning = p.interleaved ? 0 : p.rotary / (2 * kChunk);
+  const int rest = (p.dim - 2 * kChunk * turning + 2 * kChunk - 1) / (2 * kChunk);
+  const RopePlan plan{(all + pieces - 1) / pieces, turning, rest, 1.f / static_cast<float>(p.dim),
+                      p.page > 0 ? flat_plan(2, p.page, false).split : RowSplit{1, 1}};
   launch("qk_norm_rope_append", {dim3(static_cast<unsigned>(p.tokens), static_cast<unsigned>(pieces)), PYLLM_ROPE_THREADS}, stream,
-         qk_norm_rope_append_kernel<T, Lanes, Heads, Chunked, Fp8>, p, passes, 1.f / static_cast<float>(p.dim));
+         qk_norm_rope_append_kernel<T, Lanes, Heads, Chunked, Fp8>, p, plan);
 }
 
 template <class T, bool Fp8>
