@@ -49,6 +49,9 @@ def check_size(size: int) -> None:
 
 def weigh(value: Any) -> int:
     """Size of a value as if it were printed: a list that holds one list a thousand times counts it a thousand times."""
+    if isinstance(value, str):
+        check_size(len(value))
+        return len(value)
     total, stack = 0, [value]
     while stack and total + ITEM * len(stack) <= MAX_VALUE:
         item = stack.pop()

@@ -78,6 +78,10 @@ def test_demo_model_template(demo_path: Any) -> None:
     assert (model.bos_token, model.eos_token) == ("<|im_start|>", "<|im_end|>")
 
 
+def test_values_up_to_the_bound_are_served() -> None:
+    assert render_chat("{{ ('a' * 4000000) | length }} {{ ([1] * 60000) | length }}", []) == "4000000 60000"
+
+
 def test_strftime_now() -> None:
     year = datetime.datetime.now().year
     assert render_chat("{{ strftime_now('%Y') }}", []) in (str(year), str(year + 1))
