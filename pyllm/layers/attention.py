@@ -147,6 +147,6 @@ class Attn(Spec):
             k = one(kv[0], m.k_norm if self.qk_norm else None)
             heads = k.shape[1]
             rest = torch.cat([k.flatten(1), k.flatten(1), kv[1]], -1)  # the append op wants q heads too; theirs are ignored
-            scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
-            ops.qk_norm_rope_append(rest, heads, heads, k_cache=cache.k, v_cache=cache.v, slots=b.slots, **scales)
+            where = dict(k_cache=cache.k, v_cache=cache.v, slots=b.slots, k_scale=cache.k_scale, v_scale=cache.v_scale)
+            ops.qk_norm_rope_append(rest, heads, heads, None, None, **where)  # type: ignore[arg-type]
         return q

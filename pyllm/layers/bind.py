@@ -51,8 +51,10 @@ class Bound(nn.Module):
         super().__init__()
         self.spec, self.path, self.rank, self.tp, self.fuse = spec, path_of(spec, path), env.rank, env.tp, env.fuse
         for name, child in spec.children().items():
-            many = isinstance(child, tuple)
-            self.add_module(name, nn.ModuleList(Bound(c, self.path, env) for c in child) if many else Bound(child, self.path, env))
+            if isinstance(child, tuple):
+                self.add_module(name, nn.ModuleList(Bound(c, self.path, env) for c in child))
+            else:
+                self.add_module(name, Bound(child, self.path, env))
         spec.load(self, env)
 
     def put(self, name: str, t: Tensor) -> None:

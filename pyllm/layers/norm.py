@@ -27,7 +27,9 @@ class RMSNorm(Spec):
         return {"weight": Weight((Part(self.name, self.d),), transform=Transform.PLUS_ONE if self.plus_one else None, fp32=True)}
 
     def forward(self, m: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return ops.rms_norm(x, m.weight, self.eps, residual)
+        y = ops.rms_norm(x, m.weight, self.eps, residual)
+        assert isinstance(y, Tensor)  # a pair only with quant
+        return y
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ class LayerNorm(Spec):
         return {"weight": Weight(part, fp32=True)} | ({"bias": Weight(part, suffix="bias", fp32=True)} if self.bias else {})
 
     def forward(self, m: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return ops.layer_norm(x, m.weight, m.bias if self.bias else None, self.eps, residual)
+        y = ops.layer_norm(x, m.weight, m.bias if self.bias else None, self.eps, residual)
+        assert isinstance(y, Tensor)
+        return y
 
 
 Norm = RMSNorm | LayerNorm
