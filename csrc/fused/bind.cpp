@@ -18,7 +18,8 @@ constexpr const char* kRope = "qk_norm_rope_append";
 void check_rows(Check& check, const Tensor& x, const char* name, std::initializer_list<const char*> shape, int64_t multiple = 8) {
   check(x, name).shape(shape).dtype(kFloats);
   const int64_t width = x.size(1);
-  check.require(width > 0 && width % multiple == 0, name, ".size(1) is ", width, ", expected a multiple of ", multiple, ", at least ", multiple);
+  check.require(width > 0 && width % multiple == 0, name, ".size(1) is ", width, ", expected a multiple of ", multiple, ", at least ",
+                multiple);
   check(x, name).rows().aligned(16, x.element_size());
 }
 
@@ -114,9 +115,11 @@ const Tensor& check_present(const Check& check, const OptionalTensor& x, const c
 void check_rope(Check& check, QkNormRopeAppendParams& p, const OptionalTensor& cos_sin, const OptionalTensor& rows) {
   if (!cos_sin.has_value()) return check_absent(check, rows, "rows", "cos_sin is None");
   check(*cos_sin, "cos_sin").shape({"L", "R"}).dtype({ScalarType::Float}).contiguous();
-  check.require(reinterpret_cast<uintptr_t>(cos_sin->data_ptr()) % 16 == 0, "cos_sin", "starts at an address that is not a multiple of 16 bytes");
+  check.require(reinterpret_cast<uintptr_t>(cos_sin->data_ptr()) % 16 == 0, "cos_sin",
+                "starts at an address that is not a multiple of 16 bytes");
   const int64_t r = cos_sin->size(1);
-  check.require(r % 2 == 0 && r >= 2 && r <= p.dim, "cos_sin", ".size(1) is ", r, ", expected an even number from 2 to the head dimension ", p.dim);
+  check.require(r % 2 == 0 && r >= 2 && r <= p.dim, "cos_sin", ".size(1) is ", r, ", expected an even number from 2 to the head dimension ",
+                p.dim);
   check.require(rows.has_value(), "rows", "is None, expected a tensor because cos_sin is given");
   check(*rows, "rows").shape({"T"}).dtype({ScalarType::Int}).contiguous();
   p.cos_sin = static_cast<const float*>(cos_sin->data_ptr());
@@ -141,8 +144,8 @@ void check_cache(Check& check, const Tensor& qkv, const Tensor& cache, const cha
   }
   check.require(cache.size(1) >= 1, name, ".size(1) is ", cache.size(1), ", expected >= 1");
   for (int i : {0, 1, 2}) {
-    check.require(cache.size(i + 1) <= 1 || cache.stride(i + 1) == strides[i], name, ".stride(", i + 1, ") is ", cache.stride(i + 1), ", expected ",
-                  strides[i], " (a page is dense)");
+    check.require(cache.size(i + 1) <= 1 || cache.stride(i + 1) == strides[i], name, ".stride(", i + 1, ") is ", cache.stride(i + 1),
+                  ", expected ", strides[i], " (a page is dense)");
   }
   const int64_t item = cache.element_size(), step = cache.stride(0);
   check.require(cache.size(0) <= 1 || step * item % 16 == 0, name, ".stride(0) is ", step, " elements, expected a multiple of ", 16 / item);
@@ -179,10 +182,10 @@ void check_caches(Check& check, QkNormRopeAppendParams& p, const Tensor& qkv, co
   p.page = static_cast<int>(k.size(1));
 }
 
-Tensor qk_norm_rope_append_cuda(const Tensor& qkv, int64_t heads, int64_t kv_heads, const OptionalTensor& cos_sin, const OptionalTensor& rows,
-                                bool interleaved, const OptionalTensor& q_weight, const OptionalTensor& k_weight, double eps,
-                                const OptionalTensor& k_cache, const OptionalTensor& v_cache, const OptionalTensor& slots,
-                                const OptionalTensor& k_scale, const OptionalTensor& v_scale) {
+Tensor qk_norm_rope_append_cuda(const Tensor& qkv, int64_t heads, int64_t kv_heads, const OptionalTensor& cos_sin,
+                                const OptionalTensor& rows, bool interleaved, const OptionalTensor& q_weight,
+                                const OptionalTensor& k_weight, double eps, const OptionalTensor& k_cache, const OptionalTensor& v_cache,
+                                const OptionalTensor& slots, const OptionalTensor& k_scale, const OptionalTensor& v_scale) {
   Check check(kRope);
   check_rows(check, qkv, "qkv", {"T", "_"});
   check.require(heads >= 1, "heads", "is ", heads, ", expected >= 1");

@@ -75,9 +75,9 @@ __device__ __forceinline__ RowCol split_index(const RowSplit& split, int64_t i) 
 }
 
 struct MapArgs {
-  const char* x;         // rows of T, row_bytes apart
-  char* out;             // contiguous
-  int64_t row_bytes;     // multiple of 16
+  const char* x;      // rows of T, row_bytes apart
+  char* out;          // contiguous
+  int64_t row_bytes;  // multiple of 16
   FlatPlan plan;
 };
 

@@ -69,7 +69,8 @@ inline FlatPlan flat_plan(int64_t rows, int64_t vectors, bool end_to_end) {
   const int64_t total = rows * vectors;
   if (rows <= 1 || end_to_end) return {total, {1, total}};
   if (static_cast<unsigned __int128>(total) * static_cast<unsigned __int128>(vectors) >> 64 != 0) {
-    throw std::runtime_error("flat_plan: " + std::to_string(rows) + " rows of " + std::to_string(vectors) + " vectors are too many for one launch");
+    throw std::runtime_error("flat_plan: " + std::to_string(rows) + " rows of " + std::to_string(vectors) +
+                             " vectors are too many for one launch");
   }
   return {total, {vectors == 1 ? 0 : UINT64_MAX / static_cast<uint64_t>(vectors) + 1, vectors}};
 }

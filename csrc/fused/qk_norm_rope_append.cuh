@@ -92,7 +92,9 @@ __device__ __forceinline__ Chunks chunks_of(const QkNormRopeAppendParams& p, con
   if (behind < 0) return {{lane * kChunk, (lane + plan.turning) * kChunk}, {true, true}, {true, true}};
   const int first = (behind + 2 * plan.turning) * kChunk, second = first + plan.rest * kChunk;
   const bool one = behind < plan.rest, two = one && second < p.dim;
-  return {{one ? first : 0, two ? second : 0}, {one, two}, {p.interleaved && one && first < p.rotary, p.interleaved && two && second < p.rotary}};
+  return {{one ? first : 0, two ? second : 0},
+          {one, two},
+          {p.interleaved && one && first < p.rotary, p.interleaved && two && second < p.rotary}};
 }
 
 enum HeadKind : int { kQ, kK, kV };
@@ -113,8 +115,10 @@ __device__ __forceinline__ void fill_weights(const QkNormRopeAppendParams& p, fl
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.dim; i += PYLLM_ROPE_THREADS) {
     float q = 1.f, k = 1.f;
-    if (p.q_weight != nullptr) q = p.q_weight_fp32 ? static_cast<const float*>(p.q_weight)[i] : to_float(static_cast<const T*>(p.q_weight)[i]);
-    if (p.k_weight != nullptr) k = p.k_weight_fp32 ? static_cast<const float*>(p.k_weight)[i] : to_float(static_cast<const T*>(p.k_weight)[i]);
+    if (p.q_weight != nullptr)
+      q = p.q_weight_fp32 ? static_cast<const float*>(p.q_weight)[i] : to_float(static_cast<const T*>(p.q_weight)[i]);
+    if (p.k_weight != nullptr)
+      k = p.k_weight_fp32 ? static_cast<const float*>(p.k_weight)[i] : to_float(static_cast<const T*>(p.k_weight)[i]);
     weights[kQ][i] = q;
     weights[kK][i] = k;
   }
@@ -198,7 +202,8 @@ struct Lines {
 };
 
 template <class T, bool Fp8>
-__device__ __forceinline__ void store_head(const Lines<T, Fp8>& to, const Chunks& c, const Head& head, int dim, float inverse, const float* y) {
+__device__ __forceinline__ void store_head(const Lines<T, Fp8>& to, const Chunks& c, const Head& head, int dim, float inverse,
+                                           const float* y) {
   if (head.kind != kQ && !to.stored) return;
   if (Fp8 && head.kind != kQ) {
     uint8_t* const p = reinterpret_cast<uint8_t*>(head.kind == kK ? to.k : to.v) + head.local * dim;
