@@ -18,10 +18,12 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (ValueError, OSError, MemoryError) as error:
-            if isinstance(error, BrokenPipeError):
-                raise typer.Exit(141) from None  # the reader went away, as `pyllm generate ... | head` does: 128 + SIGPIPE
-            if ctx.params.get("traceback"):
+        except BrokenPipeError:
+            raise typer.Exit(141) from None  # the reader went away, as in `pyllm generate ... | head`: 128 + SIGPIPE
+        except (ValueError, OSError, MemoryError, RuntimeError) as error:
+            # Of the RuntimeErrors, only CUDA running out of memory is the user's to mend (a smaller model, a free GPU).
+            internal = isinstance(error, RuntimeError) and type(error).__name__ != "OutOfMemoryError"
+            if internal or ctx.params.get("traceback"):
                 raise
             typer.echo("pyllm: " + " ".join(str(error).split()), err=True)
             raise typer.Exit(2) from None

@@ -62,6 +62,8 @@ class Engine:
             if value < 1:
                 raise ValueError(f"Engine: {name} is {value}, expected at least 1")
         self.spec, self.device, self.eos_ids = spec, torch.device(device), frozenset(eos_ids)
+        if self.device.type not in POOL_SHARE:
+            raise ValueError(f"Engine: device is {self.device}, expected cpu or cuda")
         kv_dtype = kv_dtype or dtype
         self.module = _bind(spec, weights, self.device, dtype) if isinstance(weights, Mapping) else weights
         max_pages = -(-spec.max_positions // page_size)

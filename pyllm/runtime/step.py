@@ -26,24 +26,28 @@ class StepBuffers:
         for name, size in sizes.items():
             self._at[name] = end
             end += -(-size // 4) * 4  # each array starts at a multiple of 16 bytes
-        self._cuda = device.type == "cuda"
-        self._host = torch.zeros(end, dtype=torch.int32, pin_memory=self._cuda)
-        self._device = torch.zeros(end, dtype=torch.int32, device=device) if self._cuda else self._host
+        cuda = device.type == "cuda"
+        self._host = torch.zeros(end, dtype=torch.int32, pin_memory=cuda)
+        self._device = torch.zeros(end, dtype=torch.int32, device=device) if cuda else self._host
+        self._copied = torch.cuda.Event() if cuda else None
         whole = self._host.numpy()
         arrays = {name: whole[self._at[name] : self._at[name] + size] for name, size in sizes.items()}
         self._page_size = page_size
         self._packer = StepPacker(**arrays, page_size=page_size, pages=pages, vocab=vocab)
 
     def pack(self, work: Sequence[Work], caches: Mapping[int, KvCache]) -> Batch:
-        """The step's Batch. Its tensors are views of these buffers: the next `pack` overwrites them, so the step must have run by then."""
+        """The step's Batch, as views of these buffers: the next `pack` overwrites them, in the order of the stream on a GPU."""
         width = max(-(-(w.start + w.count) // self._page_size) for w in work)
+        if self._copied is not None:
+            self._copied.synchronize()  # a step that samples nothing ends before its copy has read the host array
         self._packer.begin(width)
         for w in work:
             self._packer.add(w.request.tokens[w.start : w.start + w.count], w.start, w.request.pages, w.wants_logits)
         t, b, r = self._packer.tokens, self._packer.sequences, self._packer.rows
-        if self._cuda:
+        if self._copied is not None:
             used = self._at["page_table"] + b * width
             self._device[:used].copy_(self._host[:used], non_blocking=True)
+            self._copied.record(torch.cuda.current_stream(self._device.device))
         return Batch(
             ids=self._view("ids", t),
             positions=self._view("positions", t),

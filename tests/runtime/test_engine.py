@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pyllm.runtime import pack, pool
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.params import SamplingParams
 from tests.runtime.fake import EOS, NAN_TOKEN, VOCAB, FakeModel, FakeSpec, expected, hashed
@@ -259,6 +262,7 @@ def test_what_submit_refuses(prompt, options, text) -> None:
     [
         ({"max_batch": 0}, "Engine: max_batch is 0"),
         ({"chunk": 0}, "Engine: chunk is 0"),
+        ({"device": "meta"}, "Engine: device is meta, expected cpu or cuda"),
         ({"max_tokens": 64}, "Engine: pages=40 and max_tokens=64 both size the KV pool"),
         ({"pages": None, "max_tokens": 0}, "Engine: max_tokens is 0"),
         ({"pages": 1}, "KvPool: pages is 1"),
@@ -270,6 +274,23 @@ def test_what_the_engine_refuses(options, text) -> None:
     with pytest.raises(ValueError) as caught:
         make(**options)
     assert text in str(caught.value)
+
+
+def test_the_python_twins_serve_the_engine(monkeypatch) -> None:
+    monkeypatch.setattr("pyllm.runtime.engine.BlockPool", pool.BlockPool)
+    monkeypatch.setattr("pyllm.runtime.step.StepPacker", pack.StepPacker)
+    engine = make(chunk=20)
+    assert type(engine.pool) is pool.BlockPool
+    requests = [engine.submit([n] * n, SamplingParams(max_tokens=20)) for n in (1, 16, 17, 40, 33, 5)]
+    engine.run()
+    assert all(r.token_ids == expected(r.prompt_token_ids, 20, 120) for r in requests)
+    assert_idle(engine)
+
+
+def test_the_twins_are_chosen_where_the_native_module_is_missing() -> None:
+    code = "import sys; sys.modules['pyllm._runtime'] = None; from pyllm.runtime import host; print(host.NATIVE, host.BlockPool.__module__)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["False", "pyllm.runtime.pool"]
 
 
 def test_the_pool_is_sized_in_pages_or_tokens_or_by_the_batch() -> None:

@@ -124,6 +124,12 @@ def test_load_model_options(folder) -> None:
         load_model(folder, batch_size=3)
 
 
+def test_half_precision_on_a_cpu(folder) -> None:
+    for dtype in ("bf16", "fp16"):
+        done = generate(load_model(folder, "cpu", dtype, max_batch=2), ["hello", "x"], SamplingParams(max_tokens=5, ignore_eos=True))
+        assert [len(d.token_ids) for d in done] == [5, 5]
+
+
 def test_device_and_dtype() -> None:
     cuda = torch.device("cuda")
     assert pick_dtype(None, torch.device("cpu"), {"torch_dtype": "bfloat16"}) == torch.float32
