@@ -140,10 +140,11 @@ void run_quantize(const QuantizeParams& p, int threads, cudaStream_t stream) {
       return start(&quantize_kernel<T, Vectors, Scaling::kGiven>, 0);
     case QuantMode::kTensor: {
       auto* kernel = &absmax_kernel<T, Vectors>;
-      const Grid g = plan_grid(kernel, p.rows, p.n, sizeof(T), threads);
-      const int ctas = std::min(static_cast<int>(g.grid), kMaxQuantPartials);
+      Grid g = plan_grid(kernel, p.rows, p.n, sizeof(T), threads);
+      const unsigned ctas = std::min<unsigned>(g.grid, kMaxQuantPartials);
+      g.plan.row_step = ctas / g.cluster * g.block.y;
       launch("quantize_fp8", {.grid = dim3(ctas), .block = g.block, .cluster = g.cluster}, stream, kernel, p, g.plan);
-      return start(&quantize_kernel<T, Vectors, Scaling::kGiven>, ctas);
+      return start(&quantize_kernel<T, Vectors, Scaling::kGiven>, static_cast<int>(ctas));
     }
   }
 }
