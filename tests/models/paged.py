@@ -16,15 +16,24 @@ class Paged:
     """Caches for `lengths` sequences of one declaration; `step` makes the batch of the next tokens."""
 
     def __init__(
-        self, spec: Decoder, sequences: int, longest: int, *, page: int = 16, tp: int = 1, dtype: torch.dtype = torch.float32, seed: int = 0
+        self,
+        spec: Decoder,
+        sequences: int,
+        longest: int,
+        *,
+        page: int = 16,
+        tp: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        seed: int = 0,
     ) -> None:
         width = -(-longest // page)
         order = torch.randperm(sequences * width + 3, generator=torch.Generator().manual_seed(seed)).int()
-        self.page, self.table, self.lens = page, order[: sequences * width].view(sequences, width), [0] * sequences
+        self.device, self.page, self.table, self.lens = device, page, order[: sequences * width].view(sequences, width), [0] * sequences
         self.caches = {}
         for slot, s in spec.kv_slots().items():
             shape = (len(order), page, max(s.kv_heads // tp, 1), s.head_dim)
-            self.caches[slot] = KvCache(torch.full(shape, float("nan"), dtype=dtype), torch.full(shape, float("nan"), dtype=dtype))
+            self.caches[slot] = KvCache(*(torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2)))
 
     def step(self, tokens: Sequence[Tensor], *, last: bool = False, **hooks: Callable[[Tensor], Tensor]) -> Batch:
         """One ragged step: tokens[i] are the next ids of sequence i (may be empty). last: logits of each sequence's last token alone."""
@@ -40,4 +49,5 @@ class Paged:
             table[i, -(-n // self.page) :] = 2147480000
         rows = (starts[1:] - 1)[torch.tensor([len(t) > 0 for t in tokens])] if last else None
         lens = torch.tensor(self.lens).int()
-        return Batch(torch.cat(list(tokens)).int(), torch.cat(positions), torch.cat(slots), starts, lens, table, self.caches, rows, **hooks)
+        parts = (torch.cat(list(tokens)).int(), torch.cat(positions), torch.cat(slots), starts, lens, table)
+        return Batch(*(t.to(self.device) for t in parts), self.caches, None if rows is None else rows.to(self.device), **hooks)
