@@ -41,11 +41,9 @@ struct Row {
   int first;        // id of the slice's first token, a multiple of kVec
   int count;        // tokens of the slice, may be 0
   int held_vecs;
-  bool infinite;  // the row's maximum is +inf: tokens read as 0 (+inf) or -inf (all others)
 
   __device__ void open(const T* row, int vocab, int slice, int held_tokens, uint32_t rank, T* smem) {
     held = smem;
-    infinite = false;
     first = static_cast<int>(min(static_cast<int64_t>(rank) * slice, static_cast<int64_t>(vocab)));
     count = min(slice, vocab - first);
     source = row + first;
@@ -101,7 +99,6 @@ struct Row {
 #pragma unroll
     for (int e = 0; e < kStep; ++e) {
       x[e] = inside(i + e) ? to_float(source[i + e]) : -INFINITY;
-      if (infinite) x[e] = x[e] == INFINITY ? 0.f : -INFINITY;
     }
   }
 
@@ -134,15 +131,6 @@ struct Row {
     return finite;
   }
 
-  // +inf takes all of the probability: from here on the row reads 0 where it was +inf, and -inf elsewhere. *this is in shared memory.
-  __device__ __forceinline__ void make_infinite() {
-    for (int i = threadIdx.x; i < held_vecs * kVec; i += kThreads) {
-      held[i] = from_float<T>(to_float(held[i]) == INFINITY ? 0.f : -INFINITY);
-    }
-    if (threadIdx.x == 0) infinite = true;
-    __syncthreads();
-  }
-
  private:
   // The last, partial vector of an aligned slice, by the thread that owns it.
   __device__ __forceinline__ float stage_tail(int v) const {
@@ -161,7 +149,7 @@ struct Row {
 #pragma unroll
       for (int u = 0; u < kBatch; ++u) {
         const int i = i0 + u * kThreads;
-        raw[u] = i < count ? source[i] : from_float<T>(-INFINITY);
+        raw[u] = i < n && i < count ? source[i] : from_float<T>(-INFINITY);
       }
 #pragma unroll
       for (int u = 0; u < kBatch; ++u) {

@@ -35,8 +35,8 @@ struct Settings {  // of one row
               p.position ? static_cast<uint32_t>(p.position[row]) : 0};
   }
   __device__ bool greedy() const { return !(temperature > 0.f) || k == 1; }
-  // Bounds keep 0 * inverse and -inf * inverse free of NaN for any positive temperature, infinity included.
-  __device__ float inverse() const { return fminf(fmaxf(kLog2e / temperature, 1e-37f), 3e38f); }
+  // Bounded on both sides, so that 0 * inverse and -inf * inverse are never NaN.
+  __device__ float inverse() const { return fminf(kLog2e / fminf(temperature, 1e37f), 3e38f); }
   // Log2 weight under which a token is dropped: min-p, or too small to win even with the luckiest E against the maximum's worst.
   __device__ float least() const {
     const float never = kMinLog2Exponential - kMaxLog2Exponential;
@@ -132,13 +132,8 @@ __device__ int greedy_token(Cluster<kThreads>& cluster, const Row<T, kThreads>& 
 template <class T, int kThreads>
 __device__ int drawn_token(SampleWork<T, kThreads>& work, Cluster<kThreads>& cluster, typename Row<T, kThreads>::Staged own) {
   const Settings& set = work.set;
-  Top top = exchange_top(cluster, work.row, own.max);
+  const Top top = exchange_top(cluster, work.row, own.max);
   if (!top.valid) return -1;
-  if (top.max == INFINITY) {
-    work.row.make_infinite();
-    top = {0.f, 0.f, true};
-    own = {INFINITY, INFINITY};  // no longer known: a looser shortlist, the same answer
-  }
   if (threadIdx.x == 0) {
     work.scale = {top.max, set.inverse()};
     work.range = -work.scale.log2_weight(top.low);

@@ -24,10 +24,11 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-// Weights of a row: w = 2^log2_weight(x), 1 at the maximum.
+// Weights of a row: w = 2^log2_weight(x), 1 at the maximum. A maximum of +inf shares all weight among its equals: inf - inf = NaN, and
+// fminf(NaN, 0) = 0.
 struct Scale {
   float top, inverse;  // log2(e) / temperature
-  __device__ __forceinline__ float log2_weight(float x) const { return __fmul_rn(__fsub_rn(x, top), inverse); }
+  __device__ __forceinline__ float log2_weight(float x) const { return fminf(__fmul_rn(__fsub_rn(x, top), inverse), 0.f); }
   __device__ __forceinline__ float weight(float x) const { return exp2_fast(log2_weight(x)); }
   __device__ __forceinline__ uint32_t mass(float x) const { return __float2uint_rn(weight(x) * kMassUnit); }
 };

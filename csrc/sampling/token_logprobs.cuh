@@ -14,9 +14,9 @@ namespace pyllm::sampling {
 
 template <class T, int kThreads>
 struct LogprobsWork : Work<T, kThreads> {
-  float token_logit;  // -inf beside an infinite maximum
-  int token;          // -1: outside [0, V)
-  float log_sum;      // logsumexp - maximum
+  float token_logit;
+  int token;      // -1: outside [0, V)
+  float log_sum;  // logsumexp - maximum
 };
 
 // Sum of the weights and number of tokens ahead of the given one, over the cluster.
@@ -33,7 +33,7 @@ __device__ Slot sum_and_rank(const LogprobsWork<T, kThreads>& work, Cluster<kThr
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       sum += scale.weight(x[e]);
-      ahead += x[e] > logit || (x[e] == logit && row.id(i + e) < token);
+      ahead += x[e] > logit || (x[e] == logit && row.id(i + e) < token && row.inside(i + e));
     }
     total += __float2ull_rn(sum * kTotalUnit);
   });
@@ -69,7 +69,7 @@ __device__ void write_row(const TokenLogprobsParams& p, int64_t at, const Logpro
   const float top = work.scale.top, log_sum = work.log_sum;
   if (threadIdx.x == 0) {
     const bool inside = work.token >= 0;
-    p.logprob[at] = inside ? (work.token_logit - top) - log_sum : NAN;
+    p.logprob[at] = inside ? fminf(work.token_logit - top, 0.f) - log_sum : NAN;
     p.rank[at] = inside ? static_cast<int32_t>(ahead) + 1 : 0;
   }
   for (int i = static_cast<int>(p.vocab) + threadIdx.x; i < p.top_n; i += kThreads) {
@@ -83,7 +83,7 @@ __device__ void write_row(const TokenLogprobsParams& p, int64_t at, const Logpro
     for (uint32_t j = lane; j < count; j += 32) place += work.items[j] > mine;
     place = __reduce_add_sync(kAll, place);
     if (lane != 0 || place >= p.top_n) continue;
-    p.top_logprobs[at * p.top_n + place] = (value_of(mine) - top) - log_sum;
+    p.top_logprobs[at * p.top_n + place] = fminf(value_of(mine) - top, 0.f) - log_sum;
     p.top_tokens[at * p.top_n + place] = static_cast<int32_t>(id_of(mine));
   }
 }
@@ -119,21 +119,15 @@ __global__ __launch_bounds__(kThreads, 1024 / kThreads) void token_logprobs_kern
     work.token = token >= 0 && token < vocab ? token : -1;
     work.token_logit = work.token >= 0 ? to_float(logits[work.token]) : 0.f;
   }
-  auto own = row.stage();
+  const auto own = row.stage();
   pdl_trigger();
   cluster_wait();  // every CTA of the cluster runs: its shared memory may be written
   __syncthreads();
 
-  Top top = exchange_top(cluster, work.row, own.max);
+  const Top top = exchange_top(cluster, work.row, own.max);
   if (!top.valid) {
     if (cluster.rank() == 0) write_invalid<kThreads>(p, at);
     return;
-  }
-  if (top.max == INFINITY) {
-    if (threadIdx.x == 0) work.token_logit = work.token_logit == INFINITY ? 0.f : -INFINITY;
-    work.row.make_infinite();
-    top = {0.f, 0.f, true};
-    own = {INFINITY, INFINITY};  // no longer known: a looser shortlist, the same answer
   }
   if (threadIdx.x == 0) {
     work.scale = {top.max, kLog2e};

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from pyllm.ops.philox import exponentials
@@ -9,6 +11,7 @@ from pyllm.ops.registry import check, define
 
 MAX_VOCAB = 2**20
 MAX_TOP_N = 20
+MAX_TEMPERATURE = 1e37
 LOGIT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 Logprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -27,6 +30,7 @@ def sample_tokens(
 
     logits       [B, V] rows, bf16, fp16 or fp32; 1 <= V <= 2^20; any row stride and alignment. Read once, never written.
     temperature  fp32 [B]; a value that is not > 0 (or no tensor at all) makes the row greedy: largest logit, lowest id among equals.
+                 Above 1e37 (infinity included) it counts as 1e37.
     top_k        int32 [B]; exactly the k first tokens in (logit descending, id ascending) order are kept; <= 0 or >= V: off.
     top_p        fp32 [B]; with w_i = exp((logit_i - max) / temperature) summed over the tokens top-k kept, the shortest prefix of the same
                  order whose sum reaches top_p * total is kept, the crossing token included (so always at least one); >= 1 or NaN: off.
@@ -119,9 +123,9 @@ def _greedy(x: torch.Tensor) -> int:
 
 
 def _weights(x: torch.Tensor, temperature: float) -> torch.Tensor:
-    """ln w_i = (x_i - max) / temperature, fp64; at most 0. The largest get exactly 0, +inf included."""
-    top = x.max()
-    return torch.where(x == top, torch.zeros_like(x), (x - top) / temperature)
+    """ln w_i = (x_i - max) / temperature, fp64; at most 0. The largest get exactly 0, +inf included; -inf stays -inf."""
+    below = torch.where(x == x.max(), torch.zeros_like(x), x - x.max())
+    return torch.where(below == float("-inf"), below, below / min(temperature, MAX_TEMPERATURE))
 
 
 def kept_tokens(x: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> torch.Tensor:
@@ -137,7 +141,7 @@ def kept_tokens(x: torch.Tensor, temperature: float, top_k: int = 0, top_p: floa
         keep[0] = True
         order = order[keep]
     if min_p > 0.0:
-        order = order[log_w[order].exp() >= min(min_p, 1.0)]
+        order = order[log_w[order] >= math.log(min(min_p, 1.0))]
     return order.sort().values
 
 
