@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyllm import ops
@@ -70,7 +71,8 @@ def call_body(m: Any, x: Normed | tuple[Normed, ...], b: Batch) -> Tensor:
 class Decoder(Spec):
     """Embedding, residual steps, final norm, head. `forward(batch)` gives logits `[R, vocab]` for the rows the batch asks for.
 
-    head=None: tied to the embedding. positions: learned position embeddings added to the tokens'. embed_scale multiplies the embedding.
+    head=None: tied to the embedding. positions: learned position embeddings added to the tokens'.
+    embed_scale, rounded to the model's dtype, multiplies the tokens' embedding.
     max_positions: longest sequence the declaration is right for. ignore: globs over checkpoint names that may be left unread.
     """
 
@@ -111,7 +113,9 @@ class Decoder(Spec):
         return {k: v for k, v in named.items() if v is not None}
 
     def forward(self, m: Any, b: Batch) -> Tensor:
-        res = b.reduce(m.embed(b.ids, self.embed_scale)) if m.tp > 1 else m.embed(b.ids, self.embed_scale)
+        # transformers rounds the factor to the model's dtype; in bf16 sqrt(3584) is 59.75, not 59.87
+        scale = 1.0 if self.embed_scale == 1.0 else torch.tensor(self.embed_scale, dtype=m.embed.weight.dtype).item()
+        res = b.reduce(m.embed(b.ids, scale)) if m.tp > 1 else m.embed(b.ids, scale)
         if self.positions:
             extra = m.positions(b.positions)
             res = res + (b.reduce(extra) if m.tp > 1 else extra)

@@ -37,6 +37,7 @@ class Batch:
 
     slots: page * P + offset where the token's keys and values go; negative: nowhere (padding rows).
     kv_lens: keys per sequence after this step's tokens are stored. logit_rows `[R]`: rows of the T whose logits are wanted; None: all.
+    seq_lens `[B]`: tokens of each sequence that are known, of a prompt all although a chunk of it is in this step; None: kv_lens.
     reduce: sums a tensor over the ranks of a tensor-parallel group; gather: concatenates along the last dim over the ranks.
     """
 
@@ -48,6 +49,7 @@ class Batch:
     page_table: Tensor
     caches: Mapping[int, KvCache]
     logit_rows: Tensor | None = None
+    seq_lens: Tensor | None = None
     reduce: Callable[[Tensor], Tensor] = _identity
     gather: Callable[[Tensor], Tensor] = _identity
     _rope: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
@@ -59,6 +61,7 @@ class Batch:
         return self._rope[rope]
 
     def token_lens(self) -> Tensor:
-        """`[T]` int32: for each token, the length of its sequence after this step (what length-dependent Ropes need)."""
+        """`[T]` int32: for each token, the known length of its sequence: what length-dependent Ropes turn by, however a prompt is cut."""
         owner = torch.searchsorted(self.q_starts[1:], torch.arange(len(self.ids), device=self.ids.device, dtype=torch.int32), right=True)
-        return self.kv_lens[owner.clamp_max(len(self.kv_lens) - 1)]
+        lens = self.kv_lens if self.seq_lens is None else self.seq_lens
+        return lens[owner.clamp_max(len(lens) - 1)]

@@ -21,7 +21,8 @@ class StepBuffers:
         self, *, max_tokens: int, max_batch: int, max_pages: int, page_size: int, pages: int, vocab: int, device: torch.device
     ) -> None:
         t, b = max_tokens, max_batch
-        sizes = {"ids": t, "positions": t, "slots": t, "q_starts": b + 1, "kv_lens": b, "logit_rows": b, "page_table": b * max_pages}
+        sizes = {"ids": t, "positions": t, "slots": t, "q_starts": b + 1, "kv_lens": b, "seq_lens": b, "logit_rows": b}
+        sizes["page_table"] = b * max_pages
         self._at, end = {}, 0
         for name, size in sizes.items():
             self._at[name] = end
@@ -32,7 +33,7 @@ class StepBuffers:
         self._copied = torch.cuda.Event() if cuda else None
         whole = self._host.numpy()
         arrays = {name: whole[self._at[name] : self._at[name] + size] for name, size in sizes.items()}
-        self._page_size = page_size
+        self._page_size, self._seq_lens = page_size, arrays.pop("seq_lens")
         self._packer = StepPacker(**arrays, page_size=page_size, pages=pages, vocab=vocab)
 
     def pack(self, work: Sequence[Work], caches: Mapping[int, KvCache]) -> Batch:
@@ -41,7 +42,8 @@ class StepBuffers:
         if self._copied is not None:
             self._copied.synchronize()  # a step that samples nothing ends before its copy has read the host array
         self._packer.begin(width)
-        for w in work:
+        for i, w in enumerate(work):
+            self._seq_lens[i] = w.request.length
             self._packer.add(w.request.tokens[w.start : w.start + w.count], w.start, w.request.pages, w.wants_logits)
         t, b, r = self._packer.tokens, self._packer.sequences, self._packer.rows
         if self._copied is not None:
@@ -57,6 +59,7 @@ class StepBuffers:
             page_table=self._view("page_table", b * width).view(b, width),
             caches=caches,
             logit_rows=self._view("logit_rows", r),
+            seq_lens=self._view("seq_lens", b),
         )
 
     def _view(self, name: str, size: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """A real model from a file to tokens: SmolLM2-135M-Instruct against transformers on the CPU, and the GPU against the CPU.
 
-The weights are those of the demo model's GGUF, dequantized; transformers gets the same tensors, so fp32 logits differ by rounding order alone.
+The weights are those of the demo model's GGUF, dequantized; transformers gets the same tensors, so fp32 logits differ by rounding order
+alone.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def forced(checkpoint: Any, texts: list[Tensor], device: str, dtype: torch.dtype
 
 @pytest.mark.gpu
 def test_gpu_bf16_agrees_with_cpu_fp32_under_teacher_forcing(checkpoint: Any) -> None:
-    """Bound: the same graph in bf16 on the CPU (the references, every op rounded to bf16) has some error against fp32; the kernels round at the
+    """Bound: the same graph in bf16 on the CPU (the references, every op rounded to bf16) has some error against fp32; the kernels
+    round at the
     same places or later, so their error may not exceed twice that, at the worst logit of any step and in the mean of any step."""
     texts = []
     for prompt in PROMPTS:

@@ -35,8 +35,11 @@ class Paged:
             shape = (len(order), page, max(s.kv_heads // tp, 1), s.head_dim)
             self.caches[slot] = KvCache(*(torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2)))
 
-    def step(self, tokens: Sequence[Tensor], *, last: bool = False, **hooks: Callable[[Tensor], Tensor]) -> Batch:
-        """One ragged step: tokens[i] are the next ids of sequence i (may be empty). last: logits of each sequence's last token alone."""
+    def step(
+        self, tokens: Sequence[Tensor], *, last: bool = False, known: Sequence[int] | None = None, **hooks: Callable[[Tensor], Tensor]
+    ) -> Batch:
+        """One ragged step: tokens[i] are the next ids of sequence i (may be empty). last: logits of each sequence's last token alone.
+        known: lengths of the texts that the tokens are chunks of."""
         positions, slots = [], []
         for i, ids in enumerate(tokens):
             at = torch.arange(self.lens[i], self.lens[i] + len(ids))
@@ -50,4 +53,5 @@ class Paged:
         rows = (starts[1:] - 1)[torch.tensor([len(t) > 0 for t in tokens])] if last else None
         lens = torch.tensor(self.lens).int()
         parts = (torch.cat(list(tokens)).int(), torch.cat(positions), torch.cat(slots), starts, lens, table)
-        return Batch(*(t.to(self.device) for t in parts), self.caches, None if rows is None else rows.to(self.device), **hooks)
+        optional = (rows, None if known is None else torch.tensor(known).int())
+        return Batch(*(t.to(self.device) for t in parts), self.caches, *(t if t is None else t.to(self.device) for t in optional), **hooks)

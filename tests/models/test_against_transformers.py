@@ -10,6 +10,8 @@ import torch
 
 from pyllm.layers import bind, plan
 from pyllm.models import spec_from_config
+from pyllm.runtime.engine import Engine
+from pyllm.runtime.params import SamplingParams
 from tests.models.paged import Paged
 
 transformers = pytest.importorskip("transformers")
@@ -111,6 +113,20 @@ def test_length_dependent_rope_depends_on_its_own_sequence_alone(name: str) -> N
     got = bind(spec, state)(Paged(spec, 2, 70).step(texts)).split([70, 9])
     for g, t in zip(got, texts, strict=True):
         assert_logits(g, expected(make(name)[0], t))  # a fresh model: transformers keeps the frequencies of the longest text it has seen
+
+
+@pytest.mark.parametrize("name", ["llama-longrope", "llama-dynamic-rope"])
+def test_length_dependent_rope_does_not_depend_on_the_chunks(name: str) -> None:
+    model, config, state = make(name)
+    spec = spec_from_config(config)
+    bound, ids, pages = bind(spec, state), torch.arange(70) % SIZES["vocab_size"], Paged(spec, 1, 70)
+    rows = [bound(pages.step([ids[a:b]], known=[70])) for a, b in ((0, 20), (20, 21), (21, 70))]
+    assert_logits(torch.cat(rows), expected(model, ids))
+    engines = [Engine(spec, bound, chunk=chunk, page_size=16, max_tokens=128) for chunk in (7, 128)]
+    requests = [e.submit(ids.tolist(), SamplingParams(max_tokens=4)) for e in engines]
+    for e in engines:
+        e.run()
+    assert list(requests[0].token_ids) == list(requests[1].token_ids)
 
 
 def test_last_rows_only() -> None:
