@@ -1,0 +1,57 @@
+"""Writes the README's table of numbers from the records in bench/results: `python -m tools.readme_numbers` (`--check` fails when it is stale)."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from bench import records
+from tools.digest import ROOT
+
+README = ROOT / "README.md"
+BLOCK = re.compile(r"(<!-- numbers: [^\n]*-->\n).*?(<!-- /numbers -->)", re.DOTALL)
+ROWS = {
+    ("rms_norm", "T=8192 N=4096 add bf16"): "residual add + RMSNorm, 8192 x 4096",
+    ("rms_norm", "T=1 N=8192 add bf16"): "the same, one row of 8192",
+    ("rms_norm", "T=8192 N=4096 add fp8 token bf16"): "residual add + RMSNorm + FP8 per token, 8192 x 4096",
+    ("quantize_fp8", "T=8192 N=4096 token bf16"): "FP8 quantization per token, 8192 x 4096",
+    ("act_mul", "T=8192 F=4096 silu bf16"): "SiLU(gate) * up, 8192 x 4096",
+    ("qk_norm_rope_append", "T=8192 H=32 K=8 D=128 bf16 cache"): "RoPE + paged KV append, 8192 tokens, 32/8 heads of 128",
+    ("qk_norm_rope_append", "T=1 H=32 K=8 D=128 norm bf16 cache"): "QK-norm + RoPE + paged KV append, one token",
+    ("sample_tokens", "B=1 V=128256 bf16 top-k top-p min-p"): "top-k + top-p + min-p sampling, one row of 128,256",
+    ("sample_tokens", "B=256 V=128256 bf16 top-k top-p min-p"): "the same, 256 rows",
+}
+
+
+def table(found: list[records.Record]) -> str:
+    """The rows above that have a record: time, share of a copy of the same bytes, speed over vLLM's kernel (or torch's where it has none)."""
+    by = {(r["op"], r["case"]): r for r in found if r["shape"] == "default"}
+    rows = [(what, by[key]) for key, what in ROWS.items() if key in by]
+    if not rows:
+        return "No records yet: `make gpu-bench` on a machine with a Hopper GPU writes them.\n"
+    gpu, torch = rows[0][1]["gpu"], rows[0][1]["torch"]
+    lines = [f"| {gpu}, torch {torch} | µs | of a copy of the same bytes | over the best peer |", "|---|---|---|---|"]
+    for what, r in rows:
+        share = f"{100 * r['share']:.0f} %" if r["share"] is not None and r["bytes"] > 50e6 else "-"
+        peers = {n: b["us"] for n, b in r["baselines"].items() if b.get("us")}
+        best = min(peers, key=peers.__getitem__) if peers else None
+        over = f"{peers[best] / r['us']:.2f}x ({best})" if best else "-"
+        lines.append(f"| {what} | {r['us']:.3g} | {share} | {over} |")
+    return "\n".join(lines) + "\n"
+
+
+def fresh(text: str) -> str:
+    return BLOCK.sub(lambda m: m[1] + table(records.read()) + m[2], text)
+
+
+def main() -> int:
+    text = README.read_text(encoding="utf-8")
+    new = fresh(text)
+    if "--check" in sys.argv[1:]:
+        return int(new != text)
+    README.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
