@@ -1,4 +1,7 @@
-"""Writes the README's table of numbers from the records in bench/results: `python -m tools.readme_numbers` (`--check` fails when it is stale)."""
+"""Writes the README's table of numbers from the records in bench/results.
+
+python -m tools.readme_numbers [--check]     --check writes nothing and fails when the table is stale
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ ROWS = {
 
 
 def table(found: list[records.Record]) -> str:
-    """The rows above that have a record: time, share of a copy of the same bytes, speed over vLLM's kernel (or torch's where it has none)."""
+    """The rows above that have a record: time, share of a copy of the same bytes, speed over the best peer that ran."""
     by = {(r["op"], r["case"]): r for r in found if r["shape"] == "default"}
     rows = [(what, by[key]) for key, what in ROWS.items() if key in by]
     if not rows:
