@@ -97,6 +97,7 @@ struct Work {
   };
   uint64_t items[kItems];
   uint32_t item_mass[kItems];
+  uint64_t target, before;  // of the query: what to reach, and what the tokens ahead of the region weigh
   uint64_t hit_place, hit_before;
   int hit_bin;
   uint32_t found_count, first_key, last_key;
@@ -128,11 +129,13 @@ class Selector {
     Cut cut{0, 0};
     for (int query = k ? 0 : 1; query < (share < 1.f ? 2 : 1); ++query) {
       const bool by_mass = query == 1;
-      uint64_t target = k, before = 0;
-      uint32_t n = cut.listed;
-      if (by_mass && cut.listed) target = share_of(share, listed_mass(cut), 1.0);
-      if (!cut.listed) n = candidates(by_mass, share, cut, target, before);
-      const uint64_t hit = n ? resolve(n, by_mass, target, before, cut.place, by_mass ? kShareSlot : kCountSlot) : 0;
+      const uint64_t target = by_mass && cut.listed ? share_of(share, listed_mass(cut), 1.0) : k;
+      if (threadIdx.x == 0) {
+        work_.target = target;
+        work_.before = 0;
+      }
+      const uint32_t n = cut.listed ? cut.listed : candidates(by_mass, k, share, cut);
+      const uint64_t hit = n ? resolve(n, by_mass, cut.place, by_mass ? kShareSlot : kCountSlot) : 0;
       cut.place = max(cut.place, hit);
     }
     return cut;
@@ -145,20 +148,22 @@ class Selector {
   }
 
  private:
-  // Few tokens, in work.items, one of which answers the query, all tokens that precede them weighing `before`; 0 if none does.
-  __device__ uint32_t candidates(bool by_mass, const float& share, Cut& cut, uint64_t& target, uint64_t& before) {
+  // Few tokens, in work.items, one of which answers the query, all tokens that precede them weighing work.before; 0 if none does.
+  __device__ uint32_t candidates(bool by_mass, uint32_t k, const float& share, Cut& cut) {
     // The k-th largest of the threads' maxima bounds the k-th token from below: usually ~k tokens are left above it.
-    bool brief = !by_mass && target <= kItems / 2;
+    bool brief = !by_mass && k <= kItems / 2;
     set_region(Region::linear(work_.scale, by_mass ? fminf(kWindow, 2.5f * work_.range) : work_.range));
     for (int level = 1;;) {
       const uint64_t total = brief ? fill_maxima() : fill_histogram(by_mass, level == 1, cut.place);
-      if (by_mass && level == 1) target = share_of(share, total, cut.place ? 1.0 : static_cast<double>(kMassUnit / kTotalUnit));
-      const int bin = find(target, before);
+      if (threadIdx.x == 0 && by_mass && level == 1) {
+        work_.target = share_of(share, total, cut.place ? 1.0 : static_cast<double>(kMassUnit / kTotalUnit));
+      }
+      const int bin = find();
       if (bin < 0 && brief) {
         brief = false;
         continue;
       }
-      if (!brief) before += work_.hit_before;
+      if (threadIdx.x == 0 && !brief) work_.before += work_.hit_before;
       if (bin < 0) {
         if (level > 1) return 0;
         set_below();
@@ -207,9 +212,10 @@ class Selector {
   }
 
   // The item at which count or mass reaches the target: each warp of the cluster compares some items with all.
-  __device__ uint64_t resolve(uint32_t n, bool by_mass, uint64_t target, uint64_t before, uint64_t cut, int slots) {
+  __device__ uint64_t resolve(uint32_t n, bool by_mass, uint64_t cut, int slots) {
     if (threadIdx.x == 0) work_.hit_place = 0;
     __syncthreads();
+    const uint64_t target = work_.target, before = work_.before;
     const uint32_t lane = threadIdx.x % 32;
     for (uint32_t i = cluster_.rank() * kWarps + threadIdx.x / 32; i < n; i += cluster_.size() * kWarps) {
       const uint64_t mine = work_.items[i];
@@ -280,9 +286,9 @@ class Selector {
     return total;
   }
 
-  // Merges the cluster's histograms, each CTA one segment of the bins for all, and finds the bin where before + sum reaches the target.
-  // work.hit_before: count or mass of the bins ahead of it; of all bins if none does (-1).
-  __device__ int find(uint64_t target, uint64_t before) {
+  // Merges the cluster's histograms, each CTA one segment of the bins for all, and finds the bin where work.before + sum reaches
+  // work.target. work.hit_before: count or mass of the bins ahead of it; of all bins if none does (-1).
+  __device__ int find() {
     const uint32_t segment = kBins / cluster_.size();
     for (uint32_t i = threadIdx.x; i < segment; i += kThreads) {
       const uint32_t bin = cluster_.rank() * segment + i;
@@ -310,6 +316,7 @@ class Selector {
     uint64_t* parts = work_.exchange.parts;
     if (threadIdx.x % 32 == 31) parts[threadIdx.x / 32] = scan;
     __syncthreads();
+    const uint64_t target = work_.target, before = work_.before;
     uint64_t ahead = scan - sum;
     for (uint32_t w = 0; w < threadIdx.x / 32; ++w) ahead += parts[w];
 #pragma unroll
