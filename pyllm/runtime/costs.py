@@ -69,12 +69,16 @@ class Context:
     def tokens(self) -> int:
         return self.batch * self.new
 
+    def weight_bytes(self, fmt: Format, n: int, k: int) -> int:
+        """The plain format stores the model's own dtype, which only the question knows."""
+        return n * k * self.item if fmt == Dense() else fmt.weight_bytes(n, k)
+
     def row(self, at: str, what: str, op: str, bytes: float, flops: float = 0, shape: str = "", fmt: str = "") -> Row:
         info = OPS.get(op)
         kernel = (
             "NCCL" if op == "all_reduce" else "torch" if info is None else "torch composition" if info.composition else f"csrc/{info.stem}"
         )
-        rate = self.gpu.fp32 if fmt == "fp32" else self.gpu.bf16
+        rate = self.gpu.fp32 if fmt == "fp32" or (not fmt and self.item == 4) else self.gpu.bf16
         floor = None if op == "all_reduce" else max(bytes / self.gpu.read, flops / rate) * 1e6
         return Row(at, what, shape, fmt, op, kernel, int(bytes), int(flops), floor)
 
@@ -94,7 +98,7 @@ def _(spec: Linear, ctx: Context, path: str) -> Iterator[Row]:
     n, k = sum(w.sizes(ctx.tp, path)), w.local_cols(ctx.tp, path) or 0
     fmt = resolve(spec.names(path), ctx.quant)
     what = "+".join(p.name for p in spec.parts)
-    moved = fmt.weight_bytes(n, k) + ctx.tokens * (n + k) * ctx.item
+    moved = ctx.weight_bytes(fmt, n, k) + ctx.tokens * (n + k) * ctx.item
     tags = f"{n}x{k}" + (f" {spec.tp}" if spec.tp and ctx.tp > 1 else "") + (" +bias" if spec.bias else "")
     yield ctx.row(path, what, fmt.op, moved, 2 * ctx.tokens * n * k, tags, _label(fmt))
 
@@ -164,7 +168,7 @@ def _(spec: MoE, ctx: Context, path: str) -> Iterator[Row]:
     fmt = resolve(w13.names(path) + w2.names(path), ctx.quant)
     ff, pairs = spec.ff // ctx.tp, ctx.tokens * spec.top_k
     touched = min(spec.experts, pairs)
-    moved = touched * (fmt.weight_bytes(2 * ff, spec.d) + fmt.weight_bytes(spec.d, ff)) + 2 * ctx.tokens * spec.d * ctx.item
+    moved = touched * (ctx.weight_bytes(fmt, 2 * ff, spec.d) + ctx.weight_bytes(fmt, spec.d, ff)) + 2 * ctx.tokens * spec.d * ctx.item
     yield ctx.row(path, "experts", "moe_experts", moved, 6 * pairs * ff * spec.d, f"{spec.experts}x(3x{ff}x{spec.d})", _label(fmt))
     if spec.shared:
         yield from rows(spec.shared, ctx, path_of(spec.shared, path))

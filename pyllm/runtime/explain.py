@@ -140,7 +140,7 @@ def _stored(spec: Spec, path: str, ctx: Context) -> int:
     for name, w in spec.weights().items():
         shape = w.local_shape(ctx.tp, path)
         if isinstance(spec, Linear) and name == "weight":
-            total += (shape[0] if w.experts else 1) * resolve(spec.names(path), ctx.quant).weight_bytes(shape[-2], shape[-1])
+            total += (shape[0] if w.experts else 1) * ctx.weight_bytes(resolve(spec.names(path), ctx.quant), *shape[-2:])
         else:
             total += product(shape) * (4 if w.fp32 else ctx.item)
     return total

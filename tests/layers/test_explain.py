@@ -69,6 +69,16 @@ def test_weight_and_kv_bytes_of_llama_8b() -> None:
     assert linear - 2 * (parameters - 128256 * 4096) < 1e7
 
 
+def test_bytes_and_rate_of_an_fp32_model() -> None:
+    single, half = (explain(llama(), batch=4096, dtype=d) for d in (torch.float32, torch.bfloat16))
+    norms = 4 * 65 * 4096
+    assert single.weight_bytes - norms == 2 * (half.weight_bytes - norms)
+    assert single.kv_bytes_per_token == 2 * half.kv_bytes_per_token
+    rows = [next(r for r in e.rows if r.op == "linear") for e in (single, half)]
+    assert rows[0].bytes == 2 * rows[1].bytes
+    assert rows[0].floor_us == rows[0].flops / single.ctx.gpu.fp32 * 1e6 > rows[1].floor_us
+
+
 def test_windows_and_causality_in_attention_flops() -> None:
     def attention(**options: Any) -> list[int]:
         return [r.flops for r in explain(mine(), **options).rows if r.op == "paged_attention"]
