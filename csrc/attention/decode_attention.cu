@@ -25,8 +25,8 @@ void launch_decode(const DecodeAttentionParams& p, cudaStream_t stream) {
          attention::decode_attention_kernel<Q, Cache, Dim, RowTiles>, p);
   if (p.workers == 1) return;  // nothing was cut
   const int rows = std::min(RowTiles * attention::kRowTile, p.group * p.max_q);
-  launch("decode_attention", {dim3(static_cast<unsigned>(p.workers - 1), static_cast<unsigned>(rows)), attention::kCombineWarps * 32}, stream,
-         attention::decode_combine_kernel<Q, Dim>, p);
+  launch("decode_attention", {dim3(static_cast<unsigned>(p.workers - 1), static_cast<unsigned>(rows)), attention::kCombineWarps * 32},
+         stream, attention::decode_combine_kernel<Q, Dim>, p);
 }
 
 template <class Q, class Cache>
@@ -36,7 +36,8 @@ void launch_dims(const DecodeAttentionParams& p, cudaStream_t stream) {
     if constexpr (kDim == 256) {
       launch_decode<Q, Cache, kDim, 1>(p, stream);
     } else {
-      dispatch<1, 2>("decode_attention: row tiles", p.row_tiles, [&](auto tiles) { launch_decode<Q, Cache, kDim, decltype(tiles)::value>(p, stream); });
+      dispatch<1, 2>("decode_attention: row tiles", p.row_tiles,
+                     [&](auto tiles) { launch_decode<Q, Cache, kDim, decltype(tiles)::value>(p, stream); });
     }
   });
 }

@@ -29,17 +29,17 @@ constexpr int decode_ctas(int dim) { return dim == 256 ? 1 : 2; }
 template <class Q, class Cache, int Dim, int RowTiles>
 struct DecodeShape {
   static constexpr bool kFp8 = std::is_same_v<Cache, __nv_fp8_e4m3>;
-  using Math = std::conditional_t<kFp8, __half, Q>;                    // of the mma
+  using Math = std::conditional_t<kFp8, __half, Q>;                        // of the mma
   static constexpr int kRowBytes = Dim * static_cast<int>(sizeof(Cache));  // of one key
-  static constexpr int kChunks = kRowBytes / 16;                       // of 16 bytes
-  static constexpr int kHalf = kStepKeys * kRowBytes;                  // keys of a step, then its values
+  static constexpr int kChunks = kRowBytes / 16;                           // of 16 bytes
+  static constexpr int kHalf = kStepKeys * kRowBytes;                      // keys of a step, then its values
   static constexpr int kCtas = decode_ctas(Dim);
   static constexpr int kStages = 48 / kCtas * 1024 / (2 * kHalf);
-  static constexpr int kBlocks = Dim / 16;                             // 16-dimension blocks
-  static constexpr int kOwnBlocks = kBlocks / kWarps;                  // of which a warp writes so many
+  static constexpr int kBlocks = Dim / 16;             // 16-dimension blocks
+  static constexpr int kOwnBlocks = kBlocks / kWarps;  // of which a warp writes so many
   static constexpr int kRows = RowTiles * kRowTile;
   static constexpr int kRing = kWarps * kStages * 2 * kHalf;
-  static constexpr int kExchange = kWarps * kBlocks * 32 * 16;         // a float4 per warp, block and lane
+  static constexpr int kExchange = kWarps * kBlocks * 32 * 16;  // a float4 per warp, block and lane
   static constexpr int kSmem = kRing + kExchange + kWarps * kRows * static_cast<int>(sizeof(float2));
   // fp16 weights are kept 2^8 larger: those down to 2^-22 of the largest stay normal numbers.
   static constexpr float kLift = std::is_same_v<Math, __half> ? 8.f : 0.f;
@@ -77,7 +77,7 @@ __device__ __forceinline__ uint32_t to_half_pair(uint32_t two) {
 template <class S, class Cache>
 struct Loader {
   Cursor at;
-  int pages;       // lane i: page of tile `pages_from` + i
+  int pages;  // lane i: page of tile `pages_from` + i
   int pages_from;
   int head_bytes;  // of the KV head in a token
 
@@ -127,11 +127,11 @@ struct Rows {
   using Math = typename S::Math;
 
   uint32_t q[RowTiles][S::kBlocks][2];
-  int high[RowTiles][2];       // the last key that columns 2j, 2j + 1 see; -1: no such row
-  float top[RowTiles][2];      // their maxima, in powers of two
-  float sum[RowTiles][2];      // of this lane's keys
+  int high[RowTiles][2];   // the last key that columns 2j, 2j + 1 see; -1: no such row
+  float top[RowTiles][2];  // their maxima, in powers of two
+  float sum[RowTiles][2];  // of this lane's keys
   float o[RowTiles][S::kBlocks][4];
-  float score_scale, cap;      // exponent = s * score_scale, or cap * tanh(s * score_scale)
+  float score_scale, cap;  // exponent = s * score_scale, or cap * tanh(s * score_scale)
 
   __device__ __forceinline__ void begin(const DecodeAttentionParams& p, const Cursor& at, int lane) {
     constexpr float kLog2E = 1.4426950408889634f;
@@ -139,7 +139,8 @@ struct Rows {
 #pragma unroll
     for (int n = 0; n < RowTiles; ++n) {
       const QueryRow row = query_row(p, at.unit, at.s.rows, n * kRowTile + r);
-      const Q* from = static_cast<const Q*>(p.q) + static_cast<int64_t>(at.s.q_start + row.j) * p.q_token_stride + row.head * p.q_head_stride;
+      const Q* from =
+          static_cast<const Q*>(p.q) + static_cast<int64_t>(at.s.q_start + row.j) * p.q_token_stride + row.head * p.q_head_stride;
 #pragma unroll
       for (int d = 0; d < S::kBlocks; ++d) {
         q[n][d][0] = q[n][d][1] = 0;

@@ -88,7 +88,8 @@ __global__ void __launch_bounds__(kCombineWarps * 32) decode_combine_kernel(cons
   const float factor = end.factor * (p.v_scale != nullptr ? p.v_scale[row.head / p.group * p.v_scale_step] : 1.f);
   const int64_t to = static_cast<int64_t>(s.q_start + row.j) * p.heads + row.head;
   Vec<Q, 4> y;
-  y[0] = from_float<Q>(o.x * factor), y[1] = from_float<Q>(o.y * factor), y[2] = from_float<Q>(o.z * factor), y[3] = from_float<Q>(o.w * factor);
+  y[0] = from_float<Q>(o.x * factor), y[1] = from_float<Q>(o.y * factor), y[2] = from_float<Q>(o.z * factor),
+  y[3] = from_float<Q>(o.w * factor);
   store_vec(static_cast<Q*>(p.out) + to * Dim + lane * 4, y);
   if (lane == 0) p.lse[to] = end.lse;
 }

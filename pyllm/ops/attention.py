@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache. On CUDA a torch composition over gathered pages until the kernels of csrc/attention exist."""
+"""Attention over the paged KV cache. On CUDA decode steps take the kernel of csrc/attention, others a torch composition."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pyllm.ops.registry import check, define
 
+_DECODE_ROWS = 8  # query rows per sequence up to which a step is a decode (speculative steps included)
 _SCORE_BYTES = 256 << 20  # the composition keeps its fp32 scores under this by cutting T into chunks
 
 
@@ -25,6 +26,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    max_q: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One ragged step of attention: prefill chunks and decodes together, keys and values read from pages.
 
@@ -38,16 +40,28 @@ def paged_attention(
     read), q_starts int32 `[B + 1]`, kv_lens int32 `[B]`, sinks `[H]`, k_scale/v_scale fp32 `[1]` or `[K]`: value = stored * scale.
     Returns (o `[T, H, D]` of q's dtype, lse fp32 `[T, H]`, natural log; a row that sees no key gives 0 and -inf).
     Dtypes: q bf16, fp16, fp32; caches q's dtype or float8_e4m3fn. Rows of q past q_starts[B] belong to no sequence and give 0.
+    max_q: the most query rows of any sequence, if the host knows it: a causal step of at most 8 rows is `decode_attention`, where that
+    serves the shapes (D 64, 128 or 256, pages of a power of two from 16 tokens, 16-bit q).
     """
+    if max_q is not None and 1 <= max_q <= _DECODE_ROWS and causal and _decodes(q, k_cache):
+        return torch.ops.pyllm.decode_attention(
+            q, k_cache, v_cache, page_table, q_starts, kv_lens, scale, window or 0, softcap or 0.0,
+            None if sinks is None else sinks.float(), k_scale, v_scale, max_q,
+        )  # fmt: skip
     return torch.ops.pyllm.paged_attention(
         q, k_cache, v_cache, page_table, q_starts, kv_lens, scale, causal, window or 0, softcap or 0.0, sinks, k_scale, v_scale
     )
 
 
+def _decodes(q: Tensor, k_cache: Tensor) -> bool:
+    page = k_cache.shape[1]
+    return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in (64, 128, 256) and page >= 16 and page & (page - 1) == 0
+
+
 def _check_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_starts: Tensor, kv_lens: Tensor, window: int, sinks: Tensor | None
-) -> None:
-    op = "paged_attention"
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_starts: Tensor, kv_lens: Tensor, window: int, sinks: Tensor | None,
+    op: str = "paged_attention",
+) -> None:  # fmt: skip
     check(q.dim() == 3, op, "q", f"has {q.dim()} dimensions, expected 3 [T, H, D]")
     check(k_cache.dim() == 4, op, "k_cache", f"has {k_cache.dim()} dimensions, expected 4 [pages, P, K, D]")
     check(v_cache.shape == k_cache.shape, op, "v_cache", f"has shape {tuple(v_cache.shape)}, expected {tuple(k_cache.shape)} like k_cache")
@@ -104,6 +118,9 @@ def _attention_reference(
         rows = slice(starts[i], starts[i + 1])
         n = rows.stop - rows.start
         if n == 0:
+            continue
+        if length == 0:  # a padded sequence: its rows see no key
+            lse[rows] = float("-inf") if sinks is None else sinks.float()
             continue
         check(n <= length, "paged_attention", "kv_lens", f"[{i}] is {length}, expected at least the sequence's {n} query rows")
         pages = page_table[i, : -(-length // page)].long()
