@@ -23,10 +23,10 @@ void launch_decode(const DecodeAttentionParams& p, cudaStream_t stream) {
   using S = attention::DecodeShape<Q, Cache, Dim, RowTiles>;
   launch("decode_attention", {static_cast<unsigned>(p.workers), attention::kWarps * 32, S::kSmem}, stream,
          attention::decode_attention_kernel<Q, Cache, Dim, RowTiles>, p);
-  if (p.workers == 1) return;  // nothing was cut
   const int rows = std::min(RowTiles * attention::kRowTile, p.group * p.max_q);
-  launch("decode_attention", {dim3(static_cast<unsigned>(p.workers - 1), static_cast<unsigned>(rows)), attention::kCombineWarps * 32},
-         stream, attention::decode_combine_kernel<Q, Dim>, p);
+  launch("decode_attention",
+         {dim3(static_cast<unsigned>(std::max(p.workers - 1, 1)), static_cast<unsigned>(rows)), attention::kCombineWarps * 32}, stream,
+         attention::decode_combine_kernel<Q, Dim>, p);
 }
 
 template <class Q, class Cache>

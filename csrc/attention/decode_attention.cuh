@@ -391,24 +391,6 @@ __device__ __forceinline__ void finish_segment(const DecodeAttentionParams& p, c
   }
 }
 
-// Rows without keys, and rows of q that belong to no sequence: 0, and the LSE of nothing but the sink.
-template <class Q>
-__device__ __forceinline__ void write_empty_rows(const DecodeAttentionParams& p) {
-  const auto write = [&p](int64_t token, bool belongs) {
-    uint4* const to = reinterpret_cast<uint4*>(static_cast<Q*>(p.out) + token * p.heads * p.dim);
-    for (int i = threadIdx.x; i < p.heads * p.dim / 8; i += kWarps * 32) to[i] = uint4{0, 0, 0, 0};
-    for (int h = threadIdx.x; h < p.heads; h += kWarps * 32) {
-      p.lse[token * p.heads + h] = belongs && p.sinks != nullptr ? p.sinks[h] : -INFINITY;
-    }
-  };
-  for (int b = blockIdx.x; b < p.batch; b += gridDim.x) {
-    const Sequence s = sequence_at(p, b);
-    if (s.tiles > 0) continue;
-    for (int i = 0; i < s.rows; ++i) write(s.q_start + i, true);
-  }
-  for (int64_t token = static_cast<int64_t>(p.q_starts[p.batch]) + blockIdx.x; token < p.tokens; token += gridDim.x) write(token, false);
-}
-
 template <class Q, class Cache, int Dim, int RowTiles>
 __global__ void __launch_bounds__(kWarps * 32, DecodeShape<Q, Cache, Dim, RowTiles>::kCtas)
     decode_attention_kernel(const __grid_constant__ DecodeAttentionParams p) {
@@ -423,14 +405,11 @@ __global__ void __launch_bounds__(kWarps * 32, DecodeShape<Q, Cache, Dim, RowTil
   pdl_wait();
   // Each CTA passes the wait ahead of this, so the combine kernel may read kv_lens and q_starts without one of its own.
   pdl_trigger();
-  const Place place = locate(p, scratch, [&](int total) { return share_begin(blockIdx.x, total, max(active_workers(p, total), 1)); });
-  const int workers = active_workers(p, place.total);
-  if (static_cast<int>(blockIdx.x) >= workers) {
-    write_empty_rows<Q>(p);
-    return;
-  }
-  const int begin = share_begin(blockIdx.x, place.total, workers);
-  Cursor at{sequence_at(p, place.b), place.b, 0, 0, share_begin(blockIdx.x + 1, place.total, workers) - begin};
+  const Place place = locate(p, scratch, [&](int total) { return Shares(p, total).begin(blockIdx.x); });
+  const Shares shares(p, place.total);
+  const int begin = shares.begin(blockIdx.x), left = shares.begin(blockIdx.x + 1) - begin;
+  if (static_cast<int>(blockIdx.x) >= shares.workers || left == 0) return;
+  Cursor at{sequence_at(p, place.b), place.b, 0, 0, left};
   at.unit = (begin - place.before) / at.s.tiles;
   at.tile = at.s.first + (begin - place.before) % at.s.tiles;
 
@@ -441,7 +420,6 @@ __global__ void __launch_bounds__(kWarps * 32, DecodeShape<Q, Cache, Dim, RowTil
     loader.issue(p, warp, lane, ring + i * (2 * S::kHalf));
     copy_commit();
   }
-  write_empty_rows<Q>(p);
 
   int stage = 0;
 #pragma unroll 1

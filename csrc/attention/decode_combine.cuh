@@ -1,7 +1,7 @@
 // Joins the pieces of the segments that decode cut: o = sum of 2^(m_i - m) o_i / sum of 2^(m_i - m) l_i, in a fixed order.
 //
-// grid (workers - 1, rows): CTA (i, row) looks at the border between workers i and i + 1. The first border inside a segment joins it; any
-// other CTA has nothing to do. The threads of a CTA share the pieces, D / 4 threads to each, and meet in shared memory.
+// grid (workers - 1, rows; at least one): CTA (i, row) looks at the border between workers i and i + 1. The first border inside a segment
+// joins it; any other CTA has no such work. The threads of a CTA share the pieces, D / 4 threads to each, and meet in shared memory.
 #pragma once
 #include "attention/decode_work.cuh"
 #include "attention/mma.cuh"
@@ -19,26 +19,35 @@ struct Pieces {
   __device__ __forceinline__ int64_t at(int i) const { return 2 * static_cast<int64_t>(first + i) + (i == 0 ? 1 : 0); }
 };
 
+// Rows without keys, and rows of q that belong to no sequence: 0, and the LSE of nothing but the sink. Shared out over all CTAs.
+template <class Q>
+__device__ __forceinline__ void write_empty_rows(const DecodeAttentionParams& p) {
+  const auto write = [&p](int64_t token, bool belongs) {
+    uint4* const to = reinterpret_cast<uint4*>(static_cast<Q*>(p.out) + token * p.heads * p.dim);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < p.heads * p.dim / 8; i += kCombineWarps * 32) to[i] = uint4{0, 0, 0, 0};
+#pragma unroll 1
+    for (int h = threadIdx.x; h < p.heads; h += kCombineWarps * 32) {
+      p.lse[token * p.heads + h] = belongs && p.sinks != nullptr ? p.sinks[h] : -INFINITY;
+    }
+  };
+  const int first = blockIdx.y * gridDim.x + blockIdx.x, step = gridDim.x * gridDim.y;
+#pragma unroll 1
+  for (int b = first; b < p.batch; b += step) {
+    const Sequence s = sequence_at(p, b);
+#pragma unroll 1
+    for (int i = 0; s.tiles == 0 && i < s.rows; ++i) write(s.q_start + i, true);
+  }
+#pragma unroll 1
+  for (int64_t token = static_cast<int64_t>(p.q_starts[p.batch]) + first; token < p.tokens; token += step) write(token, false);
+}
+
+// Joins the pieces of row blockIdx.y of the segment that starts at worker `left` and ends beyond it.
 template <class Q, int Dim>
-__global__ void __launch_bounds__(kCombineWarps * 32) decode_combine_kernel(const __grid_constant__ DecodeAttentionParams p) {
+__device__ __forceinline__ void join(const DecodeAttentionParams& p, const Pieces& pieces, const Sequence& s, const QueryRow& row) {
   constexpr int kLanes = Dim / 4, kGroups = kCombineWarps * 32 / kLanes;
-  __shared__ LocateScratch<kCombineWarps> scratch;
   __shared__ float4 outs[kGroups][kLanes];
   __shared__ float2 sums[kGroups];
-
-  // kv_lens and q_starts: each CTA of decode had passed its own wait when this grid could start, so they are there already.
-  const Place place = locate(p, scratch, [&](int total) { return share_begin(blockIdx.x + 1, total, max(active_workers(p, total), 1)); });
-  const int workers = active_workers(p, place.total), left = blockIdx.x;
-  if (left + 1 >= workers) return pdl_wait();
-  const int border = share_begin(left + 1, place.total, workers);
-  const Sequence s = sequence_at(p, place.b);
-  const int unit = (border - place.before) / s.tiles, segment = place.before + unit * s.tiles;
-  const QueryRow row = query_row(p, unit, s.rows, blockIdx.y);
-  if (border == segment || share_begin(left, place.total, workers) > segment || !row.exists) return pdl_wait();
-  const Pieces pieces{left, owner_of(segment + s.tiles - 1, place.total, workers) - left + 1};
-
-  pdl_wait();
-  pdl_trigger();
   const int rows = p.row_tiles * kRowTile, group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   float top = -INFINITY, sum = 0.f;
   float4 o{0.f, 0.f, 0.f, 0.f};
@@ -92,6 +101,31 @@ __global__ void __launch_bounds__(kCombineWarps * 32) decode_combine_kernel(cons
   y[3] = from_float<Q>(o.w * factor);
   store_vec(static_cast<Q*>(p.out) + to * Dim + lane * 4, y);
   if (lane == 0) p.lse[to] = end.lse;
+}
+
+template <class Q, int Dim>
+__global__ void __launch_bounds__(kCombineWarps * 32) decode_combine_kernel(const __grid_constant__ DecodeAttentionParams p) {
+  __shared__ LocateScratch<kCombineWarps> scratch;
+  // kv_lens and q_starts: each CTA of decode had passed its own wait when this grid could start, so they are there already.
+  const Place place = locate(p, scratch, [&](int total) { return Shares(p, total).begin(blockIdx.x + 1); });
+  const Shares shares(p, place.total);
+  const int left = blockIdx.x;
+  bool joins = left + 1 < shares.workers;
+  Sequence s{};
+  QueryRow row{};
+  Pieces pieces{};
+  if (joins) {
+    const int border = shares.begin(left + 1);
+    s = sequence_at(p, place.b);
+    const int unit = (border - place.before) / s.tiles, segment = place.before + unit * s.tiles;
+    row = query_row(p, unit, s.rows, blockIdx.y);
+    joins = border > segment && shares.begin(left) <= segment && row.exists;
+    if (joins) pieces = {left, shares.owner(segment + s.tiles - 1) - left + 1};
+  }
+  pdl_wait();
+  pdl_trigger();
+  if (joins) join<Q, Dim>(p, pieces, s, row);
+  write_empty_rows<Q>(p);
 }
 
 }  // namespace pyllm::attention

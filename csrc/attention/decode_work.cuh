@@ -1,6 +1,6 @@
 // How decode shares out its keys. The keys of a sequence are cut into tiles of kTileKeys; (sequence, KV head, chunk of query rows, tile),
-// in this order, number all the tiles of a step, and worker i of n takes those from i * total / n up to (i + 1) * total / n: equal work for
-// any lengths, known to each CTA from kv_lens and q_starts alone, without a plan that a replayed graph could find stale.
+// in this order, number all the tiles of a step, and each worker takes a run of them, all of one length to within one: equal work for any
+// lengths, known to each CTA from kv_lens and q_starts alone, without a plan that a replayed graph could find stale.
 // A segment is the run of tiles of one (sequence, KV head, chunk). Workers own whole segments, or pieces: at most two pieces each.
 #pragma once
 #include "attention/decode_attention.h"
@@ -32,17 +32,18 @@ __device__ __forceinline__ Sequence sequence_at(const DecodeAttentionParams& p, 
 
 __device__ __forceinline__ int units_of(const DecodeAttentionParams& p) { return p.kv_heads * p.chunks; }
 
-// Where the tiles of worker i begin, of `total` tiles and `workers` workers.
-__device__ __forceinline__ int share_begin(int i, int total, int workers) {
-  return static_cast<int>(static_cast<int64_t>(i) * total / workers);
-}
-// The worker that owns tile x.
-__device__ __forceinline__ int owner_of(int x, int total, int workers) {
-  return static_cast<int>((static_cast<int64_t>(x + 1) * workers - 1) / total);
-}
-
-// No more workers than tiles: the first `total` CTAs stand on different SMs.
-__device__ __forceinline__ int active_workers(const DecodeAttentionParams& p, int total) { return min(p.workers, total); }
+// The tiles of each worker: the first `more` have one more than the others. No more workers than tiles, so that with few tiles the first
+// CTAs, which stand on different SMs, have them.
+struct Shares {
+  int workers, size, more;
+  __device__ __forceinline__ Shares(const DecodeAttentionParams& p, int total)
+      : workers(max(min(p.workers, total), 1)), size(total / workers), more(total - size * workers) {}
+  __device__ __forceinline__ int begin(int i) const { return i * size + min(i, more); }
+  __device__ __forceinline__ int owner(int tile) const {
+    const int large = more * (size + 1);
+    return tile < large ? tile / (size + 1) : more + (tile - large) / size;
+  }
+};
 
 struct Place {
   int b;       // the sequence of the tile that was looked for
@@ -56,7 +57,7 @@ struct LocateScratch {
   int b, before;
 };
 
-// By all threads of the CTA: finds the tile number target(total). Without such a tile b and before mean nothing.
+// By all threads of the CTA: finds the tile number target(total tiles). Without such a tile b and before mean nothing.
 template <int Warps, class Target>
 __device__ __forceinline__ Place locate(const DecodeAttentionParams& p, LocateScratch<Warps>& shared, Target target) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, units = units_of(p);
