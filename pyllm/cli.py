@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -16,13 +17,15 @@ class Commands(TyperGroup):
     """Turns the errors that a user can cause into one line; `pyllm --traceback ...` shows where they came from."""
 
     def invoke(self, ctx: Any) -> Any:
+        warnings.showwarning = lambda message, *_, **__: typer.echo(f"pyllm: warning: {message}", err=True)
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
             raise typer.Exit(141) from None  # the reader went away, as in `pyllm generate ... | head`: 128 + SIGPIPE
         except (ValueError, OSError, MemoryError, RuntimeError) as error:
-            # Of the RuntimeErrors, only CUDA running out of memory is the user's to mend (a smaller model, a free GPU).
-            internal = isinstance(error, RuntimeError) and type(error).__name__ != "OutOfMemoryError"
+            # Of the RuntimeErrors, only running out of memory is the user's to mend (a smaller model, a free GPU).
+            memory = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+            internal = isinstance(error, RuntimeError) and not memory
             if internal or ctx.params.get("traceback"):
                 raise
             typer.echo("pyllm: " + " ".join(str(error).split()), err=True)

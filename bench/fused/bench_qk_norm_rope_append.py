@@ -1,6 +1,7 @@
 """qk_norm_rope_append against torch and vLLM's two (rotary + cache) or three (norm and rotary, copy of Q, cache) launches.
 
 bytes: the row of qkv in, Q out, K and V out (1 byte each in an fp8 cache), one line of cosines and sines, two indices per token.
+The slots are random, as in a step of many sequences; "in order" fills the pages one after the other, as a long prompt does.
 """
 
 from __future__ import annotations
@@ -41,13 +42,15 @@ class Layout:
     D: int
     norm: bool
     fp8: bool
+    in_order: bool = False
 
     def make(self, n: int) -> list[Set]:
         pages = (self.T + PAGE - 1) // PAGE
         angle = torch.outer(torch.arange(max(self.T, 4096)), 1e4 ** -(torch.arange(self.D // 2) / (self.D // 2)))
         cos_sin = torch.cat((angle.cos(), angle.sin()), 1).float().cuda()
         rows = torch.arange(self.T, dtype=torch.int32, device="cuda")
-        slots = torch.randperm(pages * PAGE, device="cuda")[: self.T]
+        count = pages * PAGE
+        slots = (torch.arange(count, device="cuda") if self.in_order else torch.randperm(count, device="cuda"))[: self.T]
         weights = [torch.rand(self.D, device="cuda", dtype=BF16) + 0.5 for _ in range(2)]
 
         def cache() -> torch.Tensor:
@@ -91,7 +94,7 @@ class Layout:
 
     def case(self) -> Case:
         row = (self.H + 2 * self.K) * self.D * 2 + self.H * self.D * 2 + 2 * self.K * self.D * (1 if self.fp8 else 2)
-        cache = "fp8 cache" if self.fp8 else "bf16 cache"
+        cache = ("fp8 cache" if self.fp8 else "bf16 cache") + (" in order" if self.in_order else "")
         goal = Goal(share=0.95, ratio={"vllm": 1.0}) if self.T >= 8192 else Goal(us=2.0) if self.T == 1 else Goal()
         return Case(
             name=f"T={self.T} H={self.H} K={self.K} D={self.D} {'norm ' if self.norm else ''}{cache}",
@@ -106,4 +109,7 @@ class Layout:
 
 def cases(shapes: Shapes) -> list[Case]:
     kinds = [(False, False), (True, False), (False, True)]
-    return [Layout(T, shapes.H, shapes.K, shapes.D, norm, fp8).case() for T in shapes.tokens for norm, fp8 in kinds]
+    layouts = [Layout(T, shapes.H, shapes.K, shapes.D, norm, fp8) for T in shapes.tokens for norm, fp8 in kinds]
+    if shapes.name == "default":
+        layouts += [Layout(8192, shapes.H, shapes.K, shapes.D, norm, False, in_order=True) for norm in (False, True)]
+    return [layout.case() for layout in layouts]

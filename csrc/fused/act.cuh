@@ -11,10 +11,8 @@ namespace pyllm::fused {
 
 template <class T, int Kind>
 void launch_act(const ActParams& p, cudaStream_t stream) {
-  const int64_t row_bytes = p.x_stride * static_cast<int64_t>(sizeof(T));
-  const MapArgs a{static_cast<const char*>(p.x), static_cast<char*>(p.out), row_bytes,
-                  flat_plan(p.tokens, p.width / kWidth<T>, p.x_stride == p.width)};
-  launch_map<T, PYLLM_ACT_VECTORS>("act", a, Act<Kind, sizeof(T) == 4>{}, stream);
+  launch_map<T, PYLLM_ACT_VECTORS>("act", p.x, p.out, p.tokens, p.width, p.x_stride * static_cast<int64_t>(sizeof(T)),
+                                   Act<Kind, sizeof(T) == 4>{}, stream);
 }
 
 }  // namespace pyllm::fused

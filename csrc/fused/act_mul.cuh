@@ -15,38 +15,36 @@ struct ActMulArgs {
   char* out;           // contiguous
   int64_t row_bytes;   // multiple of 16
   int64_t half_bytes;  // from gate to up: F elements
-  FlatPlan plan;       // of out
+  uint32_t total;      // vectors of out
+  RowSplit split;      // of them
 };
 
 template <class T, int Threads, int Vectors, class F>
-__global__ void __launch_bounds__(Threads) act_mul_kernel(ActMulArgs a) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * (Threads * Vectors) + threadIdx.x;
+__global__ void __launch_bounds__(Threads) act_mul_kernel(const __grid_constant__ ActMulArgs a) {
+  const uint32_t first = blockIdx.x * (Threads * Vectors) + threadIdx.x;
   const char* from[Vectors];
 #pragma unroll
-  for (int k = 0; k < Vectors; ++k) {
-    const RowCol at = split_index(a.plan.split, first + k * Threads);
-    from[k] = a.x + at.row * a.row_bytes + at.col * 16;
-  }
+  for (int k = 0; k < Vectors; ++k) from[k] = vector_at(a.x, a.row_bytes, split_index(a.split, first + k * Threads));
+  char* const to = a.out + static_cast<int64_t>(first) * 16;
   uint4 gate[Vectors], up[Vectors];
   pdl_wait();
 #pragma unroll
   for (int k = 0; k < Vectors; ++k) {
-    if (first + k * Threads < a.plan.total) {
+    if (first + k * Threads < a.total) {
       gate[k] = load_once(from[k]);
       up[k] = load_once(from[k] + a.half_bytes);
     }
   }
-  pdl_trigger();
+  loads_issued();
 #pragma unroll
   for (int k = 0; k < Vectors; ++k) {
-    const int64_t i = first + k * Threads;
-    if (i >= a.plan.total) break;
+    if (first + k * Threads >= a.total) break;
     float g[kWidth<T>], u[kWidth<T>];
     unpack<T>(gate[k], g);
     unpack<T>(up[k], u);
 #pragma unroll
     for (int j = 0; j < kWidth<T>; ++j) g[j] = F{}(g[j]) * u[j];
-    store_out(a.out + i * 16, pack<T>(g));
+    store_out(to + k * Threads * 16, pack<T>(g));
   }
 }
 
@@ -55,14 +53,20 @@ void launch_act_mul(const ActMulParams& p, cudaStream_t stream) {
   using F = Act<Kind, sizeof(T) == 4>;
   constexpr int kVectors = PYLLM_ACT_MUL_VECTORS;
   constexpr int64_t kItem = sizeof(T);
-  const ActMulArgs a{static_cast<const char*>(p.x), static_cast<char*>(p.out), p.x_stride * kItem, p.width * kItem,
-                     flat_plan(p.tokens, p.width / kWidth<T>, false)};
-  if (a.plan.total == 0) return;
-  if (is_large(a.plan.total)) {
-    launch("act_mul", {ctas(a.plan.total, kThreads * kVectors), kThreads}, stream, act_mul_kernel<T, kThreads, kVectors, F>, a);
-  } else {
-    launch("act_mul", {ctas(a.plan.total, kSmallThreads), kSmallThreads}, stream, act_mul_kernel<T, kSmallThreads, 1, F>, a);
-  }
+  const int64_t vectors = p.width / kWidth<T>, row_bytes = p.x_stride * kItem, out_bytes = p.width * kItem;
+  in_launches("act_mul", p.tokens, vectors, [&](int64_t first, int64_t count) {
+    const ActMulArgs a{static_cast<const char*>(p.x) + first * row_bytes,
+                       static_cast<char*>(p.out) + first * out_bytes,
+                       row_bytes,
+                       out_bytes,
+                       static_cast<uint32_t>(count * vectors),
+                       row_split(vectors)};
+    if (is_large(a.total)) {
+      launch("act_mul", {ctas(a.total, kThreads * kVectors), kThreads}, stream, act_mul_kernel<T, kThreads, kVectors, F>, a);
+    } else {
+      launch("act_mul", {ctas(a.total, kSmallThreads), kSmallThreads}, stream, act_mul_kernel<T, kSmallThreads, 1, F>, a);
+    }
+  });
 }
 
 }  // namespace pyllm::fused

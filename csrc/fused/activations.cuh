@@ -4,7 +4,7 @@
 // Two accuracies. Exact = false, for results rounded to bf16 or fp16 (u = 2^-8, 2^-11): hardware exp2 and reciprocal (2^-22, 2^-23)
 // and an exponent of at most 87 that carries a few roundings of 2^-24 each: below 2^-14 of the result. Exact = true, for fp32: the
 // CUDA library functions (a few ulp).
-// Limits: f(-inf) = -0, f(+inf) = +inf, NaN stays NaN. Below x = -87 the hardware reciprocal flushes: results below 2^-119 may be 0.
+// Limits: f(-inf) = +-0, f(+inf) = +inf, NaN stays NaN. Below x = -87 the hardware reciprocal flushes: results below 2^-119 may be 0.
 #pragma once
 #include <cfloat>
 
@@ -53,7 +53,8 @@ __device__ __forceinline__ float gelu(float x) {
   q = fmaf(q, t, 0.12044125f);
   q = fmaf(q, t, 0.123860702f);
   const float tail = q * t * fast_exp2(-0.5f * kLog2E * x * x);
-  return left_finite(x) * (x < 0.f ? tail : 1.f - tail);
+  // x Phi(x) = max(x, 0) - |x| Phi(-|x|): no comparison, and one rounding for x > 0. A NaN comes through the tail.
+  return fmaf(-fminf(fabsf(x), FLT_MAX), tail, fmaxf(x, 0.f));
 }
 
 template <int Kind, bool Exact>

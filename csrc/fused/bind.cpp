@@ -12,6 +12,7 @@ namespace {
 using OptionalTensor = std::optional<Tensor>;
 
 constexpr std::initializer_list<ScalarType> kFloats = {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float};
+constexpr int64_t kMaxVocab = int64_t{1} << 27;  // softcap: 8 rows fit one launch
 constexpr const char* kRope = "qk_norm_rope_append";
 
 // A matrix of dense rows at multiples of 16 bytes, a multiple of `multiple` elements long: what 16-byte accesses need.
@@ -66,7 +67,8 @@ Tensor act_mul_cuda(const Tensor& x, int64_t kind) {
 
 Tensor softcap_cuda(const Tensor& x, double cap) {
   Check check("softcap");
-  check_rows(check, x, "x", {"T", "V"});
+  check(x, "x").shape({"T", "V"}).dtype(kFloats).rows();
+  check.require(x.size(1) >= 1 && x.size(1) <= kMaxVocab, "x", ".size(1) is ", x.size(1), ", expected 1 to ", kMaxVocab);
   check.require(cap > 0.0 && cap < __builtin_inf(), "cap", "is ", cap, ", expected finite and > 0");
   Tensor out = new_tensor(x, {x.size(0), x.size(1)}, x.scalar_type());
   if (x.size(0) == 0) return out;

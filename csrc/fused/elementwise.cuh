@@ -1,8 +1,9 @@
 // What the element-wise kernels share on the device: 16-byte vectors to and from fp32, and the kernel of unary maps.
 //
-// Layout: rows of dense elements, a row a multiple of 16 bytes at a multiple of 16 bytes; outputs contiguous. Thread i of the grid owns
-// the vectors i, i + Threads, ... of its CTA's piece of the flat output, all loads issued before the first store.
-// Limits: rows * vectors per row * vectors per row below 2^64 (flat_plan checks).
+// Layout: rows of dense elements, a row a multiple of 16 bytes at a multiple of 16 bytes; outputs contiguous. Thread i of a CTA owns
+// the vectors i, i + Threads, ... of its piece of the flat output, all loads issued before the first store. Rows that lie end to end
+// count as one (Flat): no division, and the vectors of a thread are one address and constant offsets.
+// Limits: 2^30 vectors per launch (in_launches).
 #pragma once
 #include "common/launch.h"
 #include "common/vec.cuh"
@@ -52,8 +53,12 @@ __device__ __forceinline__ uint4 pack(const float (&x)[kWidth<T>]) {
 
 // Input that is read once. Never ld.global.nc: a predecessor may just have written it.
 __device__ __forceinline__ uint4 load_once(const void* p) {
-#if PYLLM_FUSED_STREAM_LOADS
+#if PYLLM_FUSED_LOADS == 1
   return __ldcs(static_cast<const uint4*>(p));
+#elif PYLLM_FUSED_LOADS == 2
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
 #else
   return *static_cast<const uint4*>(p);
 #endif
@@ -65,59 +70,109 @@ __device__ __forceinline__ void store_out(void* p, const uint4& x) {
   *static_cast<uint4*>(p) = x;
 #endif
 }
+__device__ __forceinline__ void loads_issued() {
+#if PYLLM_FUSED_TRIGGER
+  pdl_trigger();
+#endif
+}
 
 struct RowCol {
-  int64_t row, col;
+  uint32_t row, col;
 };
-__device__ __forceinline__ RowCol split_index(const RowSplit& split, int64_t i) {
-  const int64_t row = split.magic == 0 ? i : static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(i), split.magic));
-  return {row, i - row * split.vectors};
+__device__ __forceinline__ RowCol split_index(const RowSplit& split, uint32_t i) {
+  const uint32_t row = split.magic == 0 ? i : __umulhi(i, split.magic) >> split.shift;
+  return {row, i - row * split.width};
+}
+
+// The vector at `at` of rows that are row_bytes apart.
+__device__ __forceinline__ const char* vector_at(const char* x, int64_t row_bytes, const RowCol& at) {
+  return x + at.row * row_bytes + static_cast<int64_t>(at.col) * 16;
 }
 
 struct MapArgs {
   const char* x;      // rows of T, row_bytes apart
   char* out;          // contiguous
   int64_t row_bytes;  // multiple of 16
-  FlatPlan plan;
+  uint32_t total;     // vectors of out
+  uint32_t tail;      // Flat: elements behind them, fewer than a vector
+  RowSplit split;     // of out's vectors
 };
 
+template <class T, class F>
+__device__ __forceinline__ uint4 map_vector(const uint4& raw, F f) {
+  float v[kWidth<T>];
+  unpack<T>(raw, v);
+#pragma unroll
+  for (int j = 0; j < kWidth<T>; ++j) v[j] = f(v[j]);
+  return pack<T>(v);
+}
+
+template <class T, class F>
+__device__ __forceinline__ void map_element(const char* x, char* out, int64_t i, F f) {
+  reinterpret_cast<T*>(out)[i] = from_float<T>(f(to_float(reinterpret_cast<const T*>(x)[i])));
+}
+
 // out[i] = round(f(x[i])), f on fp32.
-template <class T, int Threads, int Vectors, class F>
-__global__ void __launch_bounds__(Threads) map_kernel(MapArgs a, F f) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * (Threads * Vectors) + threadIdx.x;
+template <class T, int Threads, int Vectors, bool Flat, class F>
+__global__ void __launch_bounds__(Threads) map_kernel(const __grid_constant__ MapArgs a, F f) {
+  const uint32_t first = blockIdx.x * (Threads * Vectors) + threadIdx.x;
   const char* from[Vectors];
 #pragma unroll
   for (int k = 0; k < Vectors; ++k) {
-    const RowCol at = split_index(a.plan.split, first + k * Threads);
-    from[k] = a.x + at.row * a.row_bytes + at.col * 16;
+    if constexpr (Flat) {
+      from[k] = a.x + static_cast<int64_t>(first) * 16 + k * Threads * 16;
+    } else {
+      from[k] = vector_at(a.x, a.row_bytes, split_index(a.split, first + k * Threads));
+    }
   }
+  char* const to = a.out + static_cast<int64_t>(first) * 16;
   uint4 raw[Vectors];
   pdl_wait();
 #pragma unroll
   for (int k = 0; k < Vectors; ++k) {
-    if (first + k * Threads < a.plan.total) raw[k] = load_once(from[k]);
+    if (first + k * Threads < a.total) raw[k] = load_once(from[k]);
   }
-  pdl_trigger();
+  loads_issued();
 #pragma unroll
   for (int k = 0; k < Vectors; ++k) {
-    const int64_t i = first + k * Threads;
-    if (i >= a.plan.total) break;
-    float v[kWidth<T>];
-    unpack<T>(raw[k], v);
-#pragma unroll
-    for (int j = 0; j < kWidth<T>; ++j) v[j] = f(v[j]);
-    store_out(a.out + i * 16, pack<T>(v));
+    if (first + k * Threads < a.total) store_out(to + k * Threads * 16, map_vector<T>(raw[k], f));
+  }
+  if (Flat && threadIdx.x < a.tail && blockIdx.x == gridDim.x - 1) {
+    map_element<T>(a.x, a.out, static_cast<int64_t>(a.total) * kWidth<T> + threadIdx.x, f);
   }
 }
 
-template <class T, int Vectors, class F>
-void launch_map(const char* name, const MapArgs& a, F f, cudaStream_t stream) {
-  if (a.plan.total == 0) return;
-  if (is_large(a.plan.total)) {
-    launch(name, {ctas(a.plan.total, kThreads * Vectors), kThreads}, stream, map_kernel<T, kThreads, Vectors, F>, a, f);
+template <class T, int Vectors, bool Flat, class F>
+void launch_map_piece(const char* name, const MapArgs& a, F f, cudaStream_t stream) {
+  if (is_large(a.total)) {
+    launch(name, {ctas(a.total, kThreads * Vectors), kThreads}, stream, map_kernel<T, kThreads, Vectors, Flat, F>, a, f);
   } else {
-    launch(name, {ctas(a.plan.total, kSmallThreads), kSmallThreads}, stream, map_kernel<T, kSmallThreads, 1, F>, a, f);
+    launch(name, {std::max(1u, ctas(a.total, kSmallThreads)), kSmallThreads}, stream, map_kernel<T, kSmallThreads, 1, Flat, F>, a, f);
   }
+}
+
+// x: rows of `width` elements, row_bytes apart, at multiples of 16 bytes; width a multiple of 8, or any where the rows lie end to end.
+template <class T, int Vectors, class F>
+void launch_map(const char* name, const void* x, void* out, int64_t rows, int64_t width, int64_t row_bytes, F f, cudaStream_t stream) {
+  const char* const from = static_cast<const char*>(x);
+  char* const to = static_cast<char*>(out);
+  const int64_t out_bytes = width * static_cast<int64_t>(sizeof(T));
+  if (rows <= 1 || row_bytes == out_bytes) {
+    const int64_t vectors = rows * width / kWidth<T>;
+    const auto tail = static_cast<uint32_t>(rows * width % kWidth<T>);
+    if (vectors == 0 && tail > 0) launch_map_piece<T, Vectors, true>(name, {from, to, 0, 0, tail, {}}, f, stream);
+    in_launches(name, vectors, 1, [&](int64_t first, int64_t count) {
+      const MapArgs a{from + first * 16, to + first * 16, 0, static_cast<uint32_t>(count), first + count == vectors ? tail : 0, {}};
+      launch_map_piece<T, Vectors, true>(name, a, f, stream);
+    });
+    return;
+  }
+  const int64_t vectors = width / kWidth<T>;
+  in_launches(name, rows, vectors, [&](int64_t first, int64_t count) {
+    const MapArgs a{from + first * row_bytes, to + first * out_bytes, row_bytes, static_cast<uint32_t>(count * vectors), 0,
+                    row_split(vectors)};
+    launch_map_piece<T, Vectors, false>(name, a, f, stream);
+  });
 }
 
 }  // namespace pyllm::fused

@@ -2,7 +2,9 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdint>
 #include <stdexcept>
 
@@ -10,7 +12,7 @@
 
 // Threads of a CTA, and 16-byte vectors of output per thread, of inputs that fill the GPU more than once.
 #ifndef PYLLM_FUSED_THREADS
-#define PYLLM_FUSED_THREADS 256
+#define PYLLM_FUSED_THREADS 512
 #endif
 #ifndef PYLLM_ACT_VECTORS
 #define PYLLM_ACT_VECTORS 4
@@ -25,13 +27,17 @@
 #ifndef PYLLM_FUSED_SMALL_THREADS
 #define PYLLM_FUSED_SMALL_THREADS 128
 #endif
-// 1: ld.global.cs (evict first) for inputs, which nobody reads again.
-#ifndef PYLLM_FUSED_STREAM_LOADS
-#define PYLLM_FUSED_STREAM_LOADS 1
+// How inputs are loaded. 0: plainly, 1: .cs (evict first), 2: past L1.
+#ifndef PYLLM_FUSED_LOADS
+#define PYLLM_FUSED_LOADS 0
 #endif
 // 1: st.global.cs for outputs, which the next kernel does read: worth it only for outputs far larger than L2.
 #ifndef PYLLM_FUSED_STREAM_STORES
 #define PYLLM_FUSED_STREAM_STORES 0
+#endif
+// 1: the next kernel may start once the loads of this one are issued; 0: when it ends.
+#ifndef PYLLM_FUSED_TRIGGER
+#define PYLLM_FUSED_TRIGGER 1
 #endif
 
 namespace pyllm::fused {
@@ -53,35 +59,41 @@ inline int sm_count() {
   return count;
 }
 
-// Splits a flat vector index into row and column by one multiplication: row = (i * magic) >> 64 is exact while total * vectors < 2^64.
+// Splits an index i < 2^31 into row and column: row = ((i * magic) >> 32) >> shift. With 2^shift < width <= 2^(shift + 1) and
+// magic = ceil(2^(32 + shift) / width) = (2^(32 + shift) + e) / width, e < width, the error i * e < 2^31 * 2^(shift + 1) stays below
+// 2^(32 + shift): exact.
 struct RowSplit {
-  uint64_t magic;   // floor((2^64 - 1) / vectors) + 1; 0: a row is one vector; 1: everything is one row
-  int64_t vectors;  // 16-byte vectors of one row
+  uint32_t magic;  // 0: a row is one item
+  uint32_t shift;
+  uint32_t width;  // items of one row
 };
 
-// A matrix of dense rows; rows that lie end to end count as one, which saves the division.
-struct FlatPlan {
-  int64_t total;  // 16-byte vectors of all rows
-  RowSplit split;
-};
+inline RowSplit row_split(int64_t width) {
+  if (width < 1 || width > INT32_MAX)
+    throw std::runtime_error("row_split: rows of " + std::to_string(width) + " items, expected 1 to 2^31 - 1");
+  if (width == 1) return {0, 0, 1};
+  const auto shift = static_cast<uint32_t>(std::bit_width(static_cast<uint64_t>(width - 1)) - 1);
+  const uint64_t magic = ((uint64_t{1} << (32 + shift)) + width - 1) / width;
+  return {static_cast<uint32_t>(magic), shift, static_cast<uint32_t>(width)};
+}
 
-inline FlatPlan flat_plan(int64_t rows, int64_t vectors, bool end_to_end) {
-  const int64_t total = rows * vectors;
-  if (rows <= 1 || end_to_end) return {total, {1, total}};
-  if (static_cast<unsigned __int128>(total) * static_cast<unsigned __int128>(vectors) >> 64 != 0) {
-    throw std::runtime_error("flat_plan: " + std::to_string(rows) + " rows of " + std::to_string(vectors) +
-                             " vectors are too many for one launch");
+// Items of one launch at most: indices of 32 bits, with room for the threads behind the last item.
+inline constexpr int64_t kLaunchItems = int64_t{1} << 30;
+
+// f(first row, rows) for pieces of the rows that one launch can take; `multiple` rows (or the last ones) at a time.
+template <class F>
+void in_launches(const char* op, int64_t rows, int64_t items, F&& f, int64_t multiple = 1) {
+  const int64_t step = items == 0 ? rows : kLaunchItems / items / multiple * multiple;
+  if (step == 0 && rows > 0) {
+    throw std::runtime_error(std::string(op) + ": a row has " + std::to_string(items) + " items, expected at most " +
+                             std::to_string(kLaunchItems / multiple));
   }
-  return {total, {vectors == 1 ? 0 : UINT64_MAX / static_cast<uint64_t>(vectors) + 1, vectors}};
+  for (int64_t first = 0; first < rows; first += step) f(first, std::min(step, rows - first));
 }
 
 // More than one vector for each of the 2048 threads of every SM: several per thread then keep more bytes in flight at no cost in SMs.
 inline bool is_large(int64_t total_vectors) { return total_vectors > static_cast<int64_t>(sm_count()) * 2048; }
 
-inline unsigned ctas(int64_t total_vectors, int vectors_per_cta) {
-  const int64_t count = (total_vectors + vectors_per_cta - 1) / vectors_per_cta;
-  if (count > INT32_MAX) throw std::runtime_error("fused: " + std::to_string(total_vectors) + " vectors are too many for one launch");
-  return static_cast<unsigned>(count);
-}
+inline unsigned ctas(int64_t items, int items_per_cta) { return static_cast<unsigned>((items + items_per_cta - 1) / items_per_cta); }
 
 }  // namespace pyllm::fused

@@ -16,35 +16,37 @@ struct EmbedArgs {
   int64_t row_bytes;  // of weight
   int64_t vocab, first;
   float scale;
-  FlatPlan plan;  // of out
+  uint32_t total;  // vectors of out
+  RowSplit split;  // of them
 };
 
 template <class T, int Threads, int Vectors>
-__global__ void __launch_bounds__(Threads) embed_kernel(EmbedArgs a) {
-  const int64_t begin = static_cast<int64_t>(blockIdx.x) * (Threads * Vectors) + threadIdx.x;
+__global__ void __launch_bounds__(Threads) embed_kernel(const __grid_constant__ EmbedArgs a) {
+  const uint32_t begin = blockIdx.x * (Threads * Vectors) + threadIdx.x;
   RowCol at[Vectors];
 #pragma unroll
-  for (int k = 0; k < Vectors; ++k) at[k] = split_index(a.plan.split, begin + k * Threads);
+  for (int k = 0; k < Vectors; ++k) at[k] = split_index(a.split, begin + k * Threads);
   int32_t id[Vectors];
   pdl_wait();
 #pragma unroll
   for (int k = 0; k < Vectors; ++k) {
-    if (begin + k * Threads < a.plan.total) id[k] = a.ids[at[k].row];
+    if (begin + k * Threads < a.total) id[k] = a.ids[at[k].row];
   }
   uint4 raw[Vectors];
 #pragma unroll
   for (int k = 0; k < Vectors; ++k) {
     raw[k] = {0, 0, 0, 0};
-    if (begin + k * Threads < a.plan.total) {
+    if (begin + k * Threads < a.total) {
       const int64_t row = id[k] - a.first;
-      if (row >= 0 && row < a.vocab) raw[k] = __ldg(reinterpret_cast<const uint4*>(a.weight + row * a.row_bytes + at[k].col * 16));
+      if (row >= 0 && row < a.vocab)
+        raw[k] = __ldg(reinterpret_cast<const uint4*>(a.weight + row * a.row_bytes + static_cast<int64_t>(at[k].col) * 16));
     }
   }
-  pdl_trigger();
+  loads_issued();
 #pragma unroll
   for (int k = 0; k < Vectors; ++k) {
-    const int64_t i = begin + k * Threads;
-    if (i >= a.plan.total) break;
+    const uint32_t i = begin + k * Threads;
+    if (i >= a.total) break;
     if (a.scale != 1.f) {
       float v[kWidth<T>];
       unpack<T>(raw[k], v);
@@ -52,27 +54,31 @@ __global__ void __launch_bounds__(Threads) embed_kernel(EmbedArgs a) {
       for (int j = 0; j < kWidth<T>; ++j) v[j] *= a.scale;
       raw[k] = pack<T>(v);
     }
-    store_out(a.out + i * 16, raw[k]);
+    store_out(a.out + static_cast<int64_t>(i) * 16, raw[k]);
   }
 }
 
 template <class T>
 void launch_embed_tokens(const EmbedTokensParams& p, cudaStream_t stream) {
   constexpr int kVectors = PYLLM_EMBED_VECTORS;
-  const EmbedArgs a{p.ids,
-                    static_cast<const char*>(p.weight),
-                    static_cast<char*>(p.out),
-                    p.weight_stride * static_cast<int64_t>(sizeof(T)),
-                    p.vocab,
-                    p.first,
-                    p.scale,
-                    flat_plan(p.tokens, p.width / kWidth<T>, false)};
-  if (a.plan.total == 0) return;
-  if (is_large(a.plan.total)) {
-    launch("embed_tokens", {ctas(a.plan.total, kThreads * kVectors), kThreads}, stream, embed_kernel<T, kThreads, kVectors>, a);
-  } else {
-    launch("embed_tokens", {ctas(a.plan.total, kSmallThreads), kSmallThreads}, stream, embed_kernel<T, kSmallThreads, 1>, a);
-  }
+  constexpr int64_t kItem = sizeof(T);
+  const int64_t vectors = p.width / kWidth<T>;
+  in_launches("embed_tokens", p.tokens, vectors, [&](int64_t first, int64_t count) {
+    const EmbedArgs a{p.ids + first,
+                      static_cast<const char*>(p.weight),
+                      static_cast<char*>(p.out) + first * p.width * kItem,
+                      p.weight_stride * kItem,
+                      p.vocab,
+                      p.first,
+                      p.scale,
+                      static_cast<uint32_t>(count * vectors),
+                      row_split(vectors)};
+    if (is_large(a.total)) {
+      launch("embed_tokens", {ctas(a.total, kThreads * kVectors), kThreads}, stream, embed_kernel<T, kThreads, kVectors>, a);
+    } else {
+      launch("embed_tokens", {ctas(a.total, kSmallThreads), kSmallThreads}, stream, embed_kernel<T, kSmallThreads, 1>, a);
+    }
+  });
 }
 
 }  // namespace pyllm::fused

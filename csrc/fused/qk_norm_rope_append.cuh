@@ -190,10 +190,10 @@ struct Lines {
   Cache* v;
   bool stored;  // the token has a slot
 
-  __device__ __forceinline__ Lines(const QkNormRopeAppendParams& p, const RopePlan& plan, int64_t token) {
+  __device__ __forceinline__ Lines(const QkNormRopeAppendParams& p, const RowSplit& page, int64_t token) {
     const int slot = p.slots != nullptr ? p.slots[token] : -1;
-    const RowCol at = split_index(plan.page, max(slot, 0));
-    const int64_t inside = at.col * p.kv_heads * p.dim;
+    const RowCol at = split_index(page, static_cast<uint32_t>(max(slot, 0)));
+    const int64_t inside = static_cast<int64_t>(at.col) * p.kv_heads * p.dim;
     q = static_cast<T*>(p.q) + token * p.heads * p.dim;
     k = static_cast<Cache*>(p.k_cache) + at.row * p.k_page_stride + inside;
     v = static_cast<Cache*>(p.v_cache) + at.row * p.v_page_stride + inside;
@@ -265,10 +265,10 @@ __global__ void __launch_bounds__(PYLLM_ROPE_THREADS, sizeof(T) == 4 ? 2 : PYLLM
       if (index < end_head && c.exists[k]) raw[h][k] = load_chunk(from[k] + h * kGroups * p.dim);
     }
   }
-  const Lines<T, Fp8> to(p, plan, token);
+  const Lines<T, Fp8> to(p, plan.page, token);
   float cosines[kChunk], sines[kChunk];
   if (Chunked && line != nullptr) load_rotation(p, c, line, cosines, sines);
-  pdl_trigger();
+  loads_issued();
   if (norm) __syncthreads();
 
 #pragma unroll
@@ -316,8 +316,7 @@ void launch_rope(const QkNormRopeAppendParams& p, cudaStream_t stream) {
   const int pieces = spread ? all : (all + Heads - 1) / Heads;
   const int turning = p.interleaved ? 0 : p.rotary / (2 * kChunk);
   const int rest = (p.dim - 2 * kChunk * turning + 2 * kChunk - 1) / (2 * kChunk);
-  const RopePlan plan{(all + pieces - 1) / pieces, turning, rest, 1.f / static_cast<float>(p.dim),
-                      p.page > 0 ? flat_plan(2, p.page, false).split : RowSplit{1, 1}};
+  const RopePlan plan{(all + pieces - 1) / pieces, turning, rest, 1.f / static_cast<float>(p.dim), row_split(std::max(p.page, 1))};
   launch("qk_norm_rope_append", {dim3(static_cast<unsigned>(p.tokens), static_cast<unsigned>(pieces)), PYLLM_ROPE_THREADS}, stream,
          qk_norm_rope_append_kernel<T, Lanes, Heads, Chunked, Fp8>, p, plan);
 }
@@ -325,7 +324,6 @@ void launch_rope(const QkNormRopeAppendParams& p, cudaStream_t stream) {
 template <class T, bool Fp8>
 void launch_qk_norm_rope_append(const QkNormRopeAppendParams& p, cudaStream_t stream) {
   constexpr int kHeads = sizeof(T) == 4 ? (PYLLM_ROPE_HEADS + 1) / 2 : PYLLM_ROPE_HEADS;
-  if (p.tokens == 0) return;
   if (p.rotary % (p.interleaved ? kChunk : 2 * kChunk) != 0) {
     launch_rope<T, 16, 1, false, Fp8>(p, stream);
   } else if (p.dim <= 64) {

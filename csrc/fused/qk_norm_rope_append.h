@@ -20,6 +20,21 @@
 #ifndef PYLLM_ROPE_SPREAD_CTAS
 #define PYLLM_ROPE_SPREAD_CTAS 4
 #endif
+// The kernel of rope_halves.cuh: warps of a CTA, passes of a warp at most (of 1 KB each, in shared memory), and CTAs that must fit an SM
+// (12 of 64 threads cap a thread at 80 registers).
+#ifndef PYLLM_ROPE_HALVES_WARPS
+#define PYLLM_ROPE_HALVES_WARPS 2
+#endif
+#ifndef PYLLM_ROPE_HALVES_PASSES
+#define PYLLM_ROPE_HALVES_PASSES 6
+#endif
+#ifndef PYLLM_ROPE_HALVES_MIN_CTAS
+#define PYLLM_ROPE_HALVES_MIN_CTAS 12
+#endif
+// Up to this many CTAs per SM, a pass per warp, straight from global memory: one wave, and the shortest chain.
+#ifndef PYLLM_ROPE_HALVES_SPREAD_CTAS
+#define PYLLM_ROPE_HALVES_SPREAD_CTAS 12
+#endif
 
 namespace pyllm {
 

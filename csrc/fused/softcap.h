@@ -4,13 +4,18 @@
 
 #include "common/params.h"
 
+// 16-byte vectors of output per thread where rows do not start at multiples of 16 bytes.
+#ifndef PYLLM_SOFTCAP_SHIFTED_VECTORS
+#define PYLLM_SOFTCAP_SHIFTED_VECTORS 2
+#endif
+
 namespace pyllm {
 
 struct SoftcapParams {
-  const void* x;     // [T, V] of dtype, row stride x_stride, rows at multiples of 16 bytes
-  void* out;         // [T, V] of dtype, contiguous
+  const void* x;     // [T, V] of dtype, row stride x_stride, rows at any element
+  void* out;         // [T, V] of dtype, contiguous, at a multiple of 16 bytes
   int64_t tokens;    // T
-  int64_t width;     // V, a multiple of 8
+  int64_t width;     // V, 1 to 2^27
   int64_t x_stride;  // elements
   float cap;         // > 0
   DType dtype;       // bf16, fp16, fp32

@@ -3,7 +3,8 @@
 //   y = formula(h) in fp32, stored once: as dtype, or as e4m3_rn_sat(y * (1 / scale)) with a given scale or one per row.
 //
 // Layout: rows as in row.cuh, held in registers from the load to the store: x and residual are read once, out and residual written
-// once. A CTA that walks several rows has the loads of its next row in flight while it reduces and stores the current one.
+// once. A CTA takes one row and leaves: with many CTAs per SM some load while others reduce and store, and the hardware deals out the
+// rows, so no SM ends early.
 // Limits: n a multiple of 8 up to 32768; x, residual, weight and bias 16-byte aligned, row strides too.
 #pragma once
 #include "common/dispatch.h"
@@ -12,196 +13,269 @@
 
 namespace pyllm::norm {
 
-template <class T_, class W_, int Vectors, bool Residual, NormQuant Quant>
+template <class T_, class W_, class Layout_, bool Residual, NormQuant Quant>
 struct NormConfig {
   using T = T_;
   using W = W_;
-  static constexpr int kVectors = Vectors, kMinCtas = Vectors == 2 ? PYLLM_NORM_MIN_CTAS : 1;
+  using Layout = Layout_;
   static constexpr bool kResidual = Residual;
   static constexpr NormQuant kQuant = Quant;
-  static constexpr bool kPrefetch = norm::kPrefetch && Vectors <= 4;  // 8 vectors of the next row would not fit 128 registers
-  static constexpr int kV = kVec<T>;
+  static constexpr int kUnit = Layout::kUnit, kFold = Layout::kFold, kVectors = Layout::kVectors, kV = kVec<T>;
   static constexpr int kWords = kV * static_cast<int>(sizeof(W)) / 16;  // 16-byte loads of weights per vector
+  static constexpr int kMinCtas = Layout::min_ctas(kVectors * (1 + Residual));
+  // Columns live in registers ahead of the wait, off the critical path of a single row; 8 vectors of them would not fit.
+  static constexpr bool kKeepColumns = !Layout::kMany && kVectors * kWords <= 4;
 };
 
-// One row in registers, as the formulas see it.
+// Columns of weight or bias. Their way from DRAM starts ahead of pdl_wait(): into registers, or for the first row's CTA into L2.
 template <class C>
-struct Row {
-  uint4 h[C::kVectors];
-  RowThreads<C::kVectors>& threads;
-  int vectors;
-
-  __device__ __forceinline__ bool has(int j) const { return threads.vector(j) < vectors; }
-  __device__ __forceinline__ void values(int j, float* f) const { unpack<typename C::T>(stay_packed(h[j]), f); }
-};
-
-// Columns of weight or bias. Their way from DRAM starts ahead of pdl_wait(): into registers where there are enough, else into L2.
-template <class C, bool Keep>
 struct Columns {
   const char* base;
-  uint4 kept[Keep ? C::kVectors * C::kWords : 1];
+  uint4 kept[C::kKeepColumns ? C::kVectors * C::kWords : 1];
 
   __device__ __forceinline__ Columns(const void* p, const RowThreads<C::kVectors>& threads, int vectors)
       : base(static_cast<const char*>(p)) {
 #pragma unroll
     for (int j = 0; j < C::kVectors; ++j) {
       const bool ok = base != nullptr && threads.vector(j) < vectors;
-      if constexpr (Keep) {
+      if constexpr (C::kKeepColumns) {
 #pragma unroll
-        for (int i = 0; i < C::kWords; ++i) kept[j * C::kWords + i] = word(threads.vector(j), i, ok);
-      } else if (ok) {
+        for (int i = 0; i < C::kWords; ++i) kept[j * C::kWords + i] = ok ? word(threads.vector(j), i) : make_uint4(0, 0, 0, 0);
+      } else if (ok && threads.first_row == 0) {
         asm volatile("prefetch.global.L2 [%0];" ::"l"(base + static_cast<int64_t>(threads.vector(j)) * C::kWords * 16));
       }
     }
   }
-  __device__ __forceinline__ uint4 word(int vector, int i, bool ok) const {
-    return load_constant(base + (static_cast<int64_t>(vector) * C::kWords + i) * 16, ok);
+  __device__ __forceinline__ uint4 word(int vector, int i) const {
+    return load_constant < !C::kKeepColumns && (C::kVectors >= 8) > (base + (static_cast<int64_t>(vector) * C::kWords + i) * 16);
   }
+  // Of a vector inside the row.
   __device__ __forceinline__ void values(int j, int vector, float* f) const {
 #pragma unroll
     for (int i = 0; i < C::kWords; ++i) {
-      unpack<typename C::W>(Keep ? stay_packed(kept[j * C::kWords + i]) : word(vector, i, base != nullptr), f + i * kVec<typename C::W>);
+      unpack<typename C::W>(C::kKeepColumns ? stay_packed(kept[j * C::kWords + i]) : word(vector, i), f + i * kVec<typename C::W>);
     }
   }
 };
 
-// Two vectors per thread and FP8 output of layer_norm need up to 80 registers: one CTA of 512 threads instead of two.
-template <class Formula, class C>
-__global__ void __launch_bounds__(kMaxThreads, Formula::kBias&& C::kQuant != NormQuant::kNone ? 1 : C::kMinCtas)
-    norm_kernel(const __grid_constant__ NormParams p, const RowPlan plan) {
-  using T = typename C::T;
-  constexpr int kV = C::kV, kN = C::kVectors;
-  // Columns live in registers (ahead of the wait, off the critical path of a single row) unless they and the residual would spill.
-  constexpr bool kKeep = kN <= 4 && C::kWords * (Formula::kBias ? 2 : 1) + C::kResidual <= 2;
-  __shared__ RowScratch scratch;
+// One row in registers, as the formulas see it.
+template <class C>
+struct Row {
+  RowThreads<C::kVectors>& threads;
+  int vectors;
+  Columns<C> weight;
+  Columns<C> bias;
+  uint4 h[C::kVectors];
 
-  RowThreads<kN> at(plan, scratch);
-  const int vectors = p.n / kV;
-  const uint32_t rows = static_cast<uint32_t>(p.rows);
-  const Columns<C, kKeep> weight(p.weight, at, vectors);
-  const Columns<C, kKeep && Formula::kBias> bias(Formula::kBias ? p.bias : nullptr, at, vectors);
-  at.arrive();
-  at.wait();
-
-  uint4 x[kN], r[C::kResidual ? kN : 1];
-  const auto load = [&](uint32_t row) {
-    const T* from = static_cast<const T*>(p.x) + static_cast<int64_t>(row) * p.x_stride + at.first * kV;
+  __device__ __forceinline__ bool has(int j) const { return threads.vector(j) < vectors; }
+  __device__ __forceinline__ void values(int j, float* f) const { unpack<typename C::T>(stay_packed(h[j]), f); }
+  // The same values by other instructions: ptxas would otherwise keep those of the statistics for the result, twice the registers of h.
+  __device__ __forceinline__ void values_again(int j, float* f) const {
+    if constexpr (sizeof(typename C::T) == 4) return values(j, f);
+    const uint32_t words[4] = {h[j].x, h[j].y, h[j].z, h[j].w};
 #pragma unroll
-    for (int j = 0; j < kN; ++j) x[j] = load_stream(from + j * 32 * kV, row < rows && at.vector(j) < vectors);
-    if constexpr (C::kResidual) {
-      const T* other = static_cast<const T*>(p.residual) + static_cast<int64_t>(row) * p.residual_stride + at.first * kV;
-#pragma unroll
-      for (int j = 0; j < kN; ++j) r[j] = load_stream(other + j * 32 * kV, row < rows && at.vector(j) < vectors);
-    }
-  };
-  if constexpr (C::kPrefetch) load(at.first_row);
-  float inv = C::kQuant == NormQuant::kStatic ? inverse(*p.scale) : 0.f;  // after the loads: the division waits for the scale
-
-  for (uint32_t row = at.first_row; row < rows; row += plan.row_step) {
-    if constexpr (!C::kPrefetch) load(row);
-    Row<C> a{{}, at, vectors};
-#pragma unroll
-    for (int j = 0; j < kN; ++j) {
-      if constexpr (C::kResidual) {
-        float f[kV], g[kV];
-        unpack<T>(x[j], f);
-        unpack<T>(r[j], g);
-#pragma unroll
-        for (int i = 0; i < kV; ++i) f[i] += g[i];
-        a.h[j] = pack<T>(f);
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (std::is_same_v<typename C::T, __half>) {
+        unpack(__byte_perm(words[i], 0, 0x1032), f[2 * i + 1], f[2 * i], __half{});
       } else {
-        a.h[j] = x[j];
+        f[2 * i] = __uint_as_float(__byte_perm(words[i], 0, 0x1044));
+        f[2 * i + 1] = __uint_as_float(__byte_perm(words[i], 0, 0x3244));
       }
     }
-    if constexpr (C::kPrefetch) load(row + plan.row_step);
-    if constexpr (C::kResidual) {
-      T* to = static_cast<T*>(p.residual) + static_cast<int64_t>(row) * p.residual_stride + at.first * kV;
-#pragma unroll
-      for (int j = 0; j < kN; ++j) {
-        if (a.has(j)) store_row(to + j * 32 * kV, a.h[j]);
-      }
-    }
+  }
+  __device__ __forceinline__ void weights(int j, float* f) const { weight.values(j, threads.vector(j), f); }
+  __device__ __forceinline__ void biases(int j, float* f) const { bias.values(j, threads.vector(j), f); }
+};
 
-    const Formula formula(a, plan.inv_n, p.eps);
-    const auto result = [&](int j, float* y) {
-      float w[kV], b[kV] = {};
-      a.values(j, y);
-      weight.values(j, at.vector(j), w);
-      if constexpr (Formula::kBias) bias.values(j, at.vector(j), b);
+// h = round(x + other) back into h and residual.
+template <class C>
+__device__ __forceinline__ void add_residual(Row<C>& a, const uint4* other, typename C::T* residual) {
+  using T = typename C::T;
+  constexpr int kV = C::kV;
 #pragma unroll
-      for (int i = 0; i < kV; ++i) y[i] = formula(y[i], w[i], b[i]);
-    };
+  for (int j = 0; j < C::kVectors; ++j) {
+    float f[kV], g[kV];
+    unpack<T>(a.h[j], f);
+    unpack<T>(other[j], g);
+#pragma unroll
+    for (int i = 0; i < kV; ++i) f[i] += g[i];
+    a.h[j] = pack<T>(f);
+    if (a.has(j)) store_row(residual + j * 32 * kV, a.h[j]);
+  }
+}
 
+// Statistics of the row in a.h, then its output. inv: 1 / scale with a given scale.
+template <class Formula, class C>
+__device__ __forceinline__ void write_result(const NormParams& p, const RowPlan& plan, const Row<C>& a, int64_t row, float inv) {
+  constexpr int kV = C::kV;
+  const Formula formula(a, plan.inv_n, p.eps);
+  if constexpr (C::kQuant == NormQuant::kToken) {
+    const float scale = scale_of(formula.absmax);
+    if (a.threads.first == 0) p.scale_out[row] = scale;
+    inv = inverse(scale);
+  }
+  const int64_t to = row * p.n + a.threads.first * kV;
+#pragma unroll
+  for (int j = 0; j < C::kVectors; ++j) {
+    if (!a.has(j)) continue;
+    float y[kV];
+    formula.result(a, j, y);
     if constexpr (C::kQuant == NormQuant::kNone) {
-      T* to = static_cast<T*>(p.out) + static_cast<int64_t>(row) * p.n + at.first * kV;
-#pragma unroll
-      for (int j = 0; j < kN; ++j) {
-        if (!a.has(j)) continue;
-        float y[kV];
-        result(j, y);
-        store_row(to + j * 32 * kV, pack<T>(y));
-      }
+      store_row(static_cast<typename C::T*>(p.out) + to + j * 32 * kV, pack<typename C::T>(y));
     } else {
-      uint8_t* to = static_cast<uint8_t*>(p.out) + static_cast<int64_t>(row) * p.n + at.first * kV;
-      float y[kN][kV] = {};
-#pragma unroll
-      for (int j = 0; j < kN; ++j) {
-        if (a.has(j)) result(j, y[j]);
-      }
-      if constexpr (C::kQuant == NormQuant::kToken) {
-        float absmax = 0.f;
-#pragma unroll
-        for (int j = 0; j < kN; ++j) {
-#pragma unroll
-          for (int i = 0; i < kV; ++i) absmax = fmaxf(absmax, fabsf(y[j][i]));
-        }
-        const float scale = scale_of(at.reduce(absmax, MaxOp{}));
-        if (at.first == 0) p.scale_out[row] = scale;
-        inv = inverse(scale);
-      }
-#pragma unroll
-      for (int j = 0; j < kN; ++j) {
-        if (a.has(j)) store_e4m3<kV>(to + j * 32 * kV, y[j], inv);
-      }
+      store_e4m3<kV>(static_cast<uint8_t*>(p.out) + to + j * 32 * kV, y, inv);
     }
   }
 }
 
-template <template <class> class Formula, class C>
-void launch_norm(const char* name, const NormParams& p, int threads, cudaStream_t stream) {
-  auto* kernel = &norm_kernel<Formula<C>, C>;
-  const Grid g = plan_grid(kernel, p.rows, p.n, sizeof(typename C::T), threads);
-  launch(name, {.grid = dim3(g.grid), .block = g.block, .cluster = g.cluster}, stream, kernel, p, g.plan);
+template <class Formula, class C>
+__global__ void __launch_bounds__(C::Layout::kCtaThreads, C::kMinCtas)
+    norm_kernel(const __grid_constant__ NormParams p, const RowPlan plan) {
+  using T = typename C::T;
+  constexpr int kV = C::kV, kN = C::kVectors;
+  __shared__ RowScratch scratch;
+
+  RowThreads<kN> at(plan, scratch);
+  const int vectors = p.n / kV;
+  Row<C> a{at, vectors, {p.weight, at, vectors}, {Formula::kBias ? p.bias : nullptr, at, vectors}};
+  at.arrive();
+  at.wait();
+  const int64_t row = at.first_row;
+  if (row >= p.rows) return;  // a warp without a row; a CTA always has one
+
+  const T* from = static_cast<const T*>(p.x) + row * p.x_stride + at.first * kV;
+  T* residual = static_cast<T*>(p.residual) + row * p.residual_stride + at.first * kV;
+  uint4 other[C::kResidual ? kN : 1];
+#pragma unroll
+  for (int j = 0; j < kN; ++j) {
+    a.h[j] = load_stream(from + j * 32 * kV, a.has(j));
+    if constexpr (C::kResidual) other[j] = load_stream(residual + j * 32 * kV, a.has(j));
+  }
+  const float inv = C::kQuant == NormQuant::kStatic ? inverse(*p.scale) : 0.f;  // after the loads: the division waits for the scale
+  if constexpr (C::kResidual) add_residual(a, other, residual);
+  write_result<Formula>(p, plan, a, row, inv);
 }
+
+#ifdef PYLLM_NORM_RING
+// A warp per row; every warp keeps one row in flight into its own buffer with a bulk copy while it works on the one in registers.
+template <class Formula, class C>
+__global__ void __launch_bounds__(512, 1) ring_kernel(const __grid_constant__ NormParams p, const RowPlan plan) {
+  using T = typename C::T;
+  constexpr int kV = C::kV, kN = C::kVectors;
+  extern __shared__ __align__(128) uint8_t buffers[];
+  __shared__ RowScratch scratch;
+  __shared__ uint64_t bars[16];
+
+  RowThreads<kN> at(plan, scratch);
+  const int vectors = p.n / kV;
+  const uint32_t bytes = p.n * sizeof(T);
+  const uint32_t buffer = static_cast<uint32_t>(__cvta_generic_to_shared(buffers)) + threadIdx.y * bytes * (1 + C::kResidual);
+  const uint32_t bar = static_cast<uint32_t>(__cvta_generic_to_shared(bars + threadIdx.y));
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  __syncwarp();
+  Row<C> a{at, vectors, {p.weight, at, vectors}, {Formula::kBias ? p.bias : nullptr, at, vectors}};
+  at.arrive();
+  at.wait();
+
+  const auto copy = [&](uint32_t to, const void* from) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+                 "r"(bar)
+                 : "memory");
+  };
+  const auto issue = [&](int64_t row) {
+    if (row >= p.rows || threadIdx.x != 0) return;
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes * (1 + C::kResidual)) : "memory");
+    copy(buffer, static_cast<const T*>(p.x) + row * p.x_stride);
+    if constexpr (C::kResidual) copy(buffer + bytes, static_cast<T*>(p.residual) + row * p.residual_stride);
+  };
+  const auto read = [&](uint32_t from, bool ok) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (ok) asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+    return v;
+  };
+  issue(at.first_row);
+  const float inv = C::kQuant == NormQuant::kStatic ? inverse(*p.scale) : 0.f;
+  uint32_t phase = 0;
+  for (int64_t row = at.first_row; row < p.rows; row += plan.row_step) {
+    int done = 0;
+    while (!done) {
+      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
+                   : "=r"(done)
+                   : "r"(bar), "r"(phase)
+                   : "memory");
+    }
+    phase ^= 1;
+    T* residual = static_cast<T*>(p.residual) + row * p.residual_stride + at.first * kV;
+#pragma unroll
+    for (int j = 0; j < kN; ++j) {
+      a.h[j] = read(buffer + at.vector(j) * 16, a.has(j));
+      if constexpr (C::kResidual) {
+        const uint4 other = read(buffer + bytes + at.vector(j) * 16, a.has(j));
+        float f[kV], g[kV];
+        unpack<T>(a.h[j], f);
+        unpack<T>(other, g);
+#pragma unroll
+        for (int i = 0; i < kV; ++i) f[i] += g[i];
+        a.h[j] = pack<T>(f);
+      }
+    }
+    __syncwarp();
+    issue(row + plan.row_step);
+    if constexpr (C::kResidual) {
+#pragma unroll
+      for (int j = 0; j < kN; ++j) {
+        if (a.has(j)) store_row(residual + j * 32 * kV, a.h[j]);
+      }
+    }
+    write_result<Formula>(p, plan, a, row, inv);
+  }
+}
+#endif
 
 template <template <class> class Formula>
 void run_norm(const char* name, const NormParams& p, cudaStream_t stream) {
+  const auto start = [&]<class C>(C, const Grid& g) {
+#ifdef PYLLM_NORM_RING
+    if constexpr (C::Layout::kMany && C::kUnit == 2) {
+      const int bytes = p.n * static_cast<int>(sizeof(typename C::T)) * (1 + C::kResidual), sms = sm_count();
+      if (p.n / kVec<typename C::T> <= 512) {
+        using R = NormConfig<typename C::T, typename C::W, RowLayout<2, 8, true>, C::kResidual, C::kQuant>;
+        const int warps = std::min(16, 225 * 1024 / bytes);
+        const RowPlan plan{32, 0, static_cast<unsigned>(sms * warps), g.plan.inv_n};
+        launch(name, {.grid = dim3(sms), .block = dim3(32, warps), .smem = static_cast<size_t>(warps * bytes)}, stream,
+               &ring_kernel<Formula<R>, R>, p, plan);
+        return;
+      }
+    }
+#endif
+    launch(name, {.grid = dim3(g.grid), .block = g.block, .cluster = g.cluster}, stream, &norm_kernel<Formula<C>, C>, p, g.plan);
+  };
   const auto by_shape = [&](auto t, auto w) {
     using T = typename decltype(t)::type;
     using W = typename decltype(w)::type;
-    const auto [shape, threads] = choose_threads(p.n / kVec<T>);
-    const auto with = [&, shape = shape, threads = threads](auto residual, auto quant) {
-      constexpr bool kR = decltype(residual)::value;
-      constexpr NormQuant kQ = static_cast<NormQuant>(decltype(quant)::value);
-      switch (shape) {
-        case Shape::kTwo:
-          return launch_norm<Formula, NormConfig<T, W, 2, kR, kQ>>(name, p, threads, stream);
-        case Shape::kFour:
-          return launch_norm<Formula, NormConfig<T, W, 4, kR, kQ>>(name, p, threads, stream);
-        case Shape::kEight:
-          if constexpr (sizeof(T) == 4) return launch_norm<Formula, NormConfig<T, W, 8, kR, kQ>>(name, p, threads, stream);
-      }
-    };
-    dispatch_bool(p.residual != nullptr, [&](auto residual) {
-      dispatch<0, 1, 2>("quant", static_cast<int>(p.quant), [&](auto quant) { with(residual, quant); });
+    with_layout<sizeof(T) == 4 ? 8 : 4>(p.rows, p.n, sizeof(T), [&]<class Layout>(Layout, const Grid& g) {
+      dispatch_bool(p.residual != nullptr, [&](auto residual) {
+        dispatch<0, 1, 2>("quant", static_cast<int>(p.quant), [&](auto quant) {
+          start(NormConfig<T, W, Layout, decltype(residual)::value, static_cast<NormQuant>(decltype(quant)::value)>{}, g);
+        });
+      });
     });
   };
+#ifdef PYLLM_NORM_BF16_ONLY
+  if (p.dtype != DType::kBF16 || p.weight_dtype != DType::kBF16) throw std::runtime_error(std::string(name) + ": bf16 only");
+  by_shape(CppType<DType::kBF16>{}, CppType<DType::kBF16>{});
+#else
   dispatch_dtype<DType::kBF16, DType::kFP16, DType::kFP32>(name, p.dtype, [&](auto t) {
     if constexpr (!std::is_same_v<typename decltype(t)::type, float>) {
       if (p.weight_dtype == p.dtype) return by_shape(t, t);
     }
     by_shape(t, CppType<DType::kFP32>{});
   });
+#endif
 }
 
 }  // namespace pyllm::norm

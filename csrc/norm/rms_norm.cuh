@@ -1,5 +1,6 @@
 // rms_norm: y = h * rsqrt(mean(h^2) + eps) * weight, all in fp32, h as in norm_row.cuh (x, or round(x + residual)).
-// Layout and limits: norm_row.cuh. One reduction, one barrier per row.
+// Layout and limits: norm_row.cuh. One reduction, one barrier per row, also with a scale per row: y = (h * weight) * rstd there, whose
+// largest magnitude is max|h * weight| * rstd to the bit, since rounding is monotonic and rstd has one value per row.
 #pragma once
 #include "norm/norm_row.cuh"
 
@@ -8,24 +9,50 @@ namespace pyllm::norm {
 template <class C>
 struct RmsFormula {
   static constexpr bool kBias = false;
+  static constexpr bool kToken = C::kQuant == NormQuant::kToken;
   float rstd;
+  float absmax = 0.f;  // of y; kToken alone
 
   __device__ __forceinline__ RmsFormula(const Row<C>& row, float inv_n, float eps) {
-    float even = 0.f, odd = 0.f;  // two chains: half the latency of the sum
+    float sums[C::kFold];
 #pragma unroll
-    for (int j = 0; j < C::kVectors; ++j) {
-      float f[C::kV];
-      row.values(j, f);
+    for (int k = 0; k < C::kFold; ++k) {
+      float even = 0.f, odd = 0.f;  // two chains: half the latency of the sum
 #pragma unroll
-      for (int i = 0; i < C::kV; i += 2) {
-        even = fmaf(f[i], f[i], even);
-        odd = fmaf(f[i + 1], f[i + 1], odd);
+      for (int j = k * C::kUnit; j < (k + 1) * C::kUnit; ++j) {
+        float f[C::kV];
+        row.values(j, f);
+#pragma unroll
+        for (int i = 0; i < C::kV; i += 2) {
+          even = fmaf(f[i], f[i], even);
+          odd = fmaf(f[i + 1], f[i + 1], odd);
+        }
+        if (kToken && row.has(j)) {
+          float w[C::kV];
+          row.weights(j, w);
+#pragma unroll
+          for (int i = 0; i < C::kV; ++i) absmax = fmaxf(absmax, fabsf(f[i] * w[i]));
+        }
       }
+      sums[k] = even + odd;
     }
-    const float sum = row.threads.reduce(even + odd, SumOp{});
-    rstd = rsqrtf(sum * inv_n + eps);
+    if constexpr (kToken) {
+      const float2 total = row.threads.sum_and_max(sums, absmax);
+      rstd = rsqrtf(fmaf(total.x, inv_n, eps));
+      absmax = total.y * rstd;
+    } else {
+      rstd = rsqrtf(fmaf(row.threads.sum(sums), inv_n, eps));
+    }
   }
-  __device__ __forceinline__ float operator()(float h, float w, float) const { return h * rstd * w; }
+
+  // The values of vector j.
+  __device__ __forceinline__ void result(const Row<C>& row, int j, float* y) const {
+    float w[C::kV];
+    row.values_again(j, y);
+    row.weights(j, w);
+#pragma unroll
+    for (int i = 0; i < C::kV; ++i) y[i] = kToken ? y[i] * w[i] * rstd : y[i] * rstd * w[i];
+  }
 };
 
 }  // namespace pyllm::norm

@@ -1,9 +1,10 @@
 // Building blocks of the row-wise kernels of this folder: 16-byte access, conversion, and a row reduction with one barrier.
 //
-// Layout: a row of N elements is N / V vectors of 16 bytes (V = 16 / sizeof(T)). `threads` threads own it, Vectors each, in registers:
-// warp w holds the vectors [32 * Vectors * w, 32 * Vectors * (w + 1)), lane l of it those at l, l + 32, l + 64, ... (constant distances,
-// so one address register serves a tensor). `threads` is a function of the row length alone (row.h), hence the order of every sum is too,
-// whatever the number of rows, of rows per CTA, of CTAs or of CTAs per cluster.
+// Layout: a row of N elements is N / V vectors of 16 bytes (V = 16 / sizeof(T)), in registers. A logical thread owns `unit` vectors:
+// logical warp w holds the vectors [32 * unit * w, 32 * unit * (w + 1)), lane l of it those at l, l + 32, ... (constant distances, so one
+// address register serves a tensor). A thread holds one logical thread, or `fold` of them: the same lane of neighbouring logical warps.
+// The number of logical threads is a function of the row length alone (row.h) and their sums are kept apart up to the place where a
+// logical warp's sum takes its slot, hence the order of every sum is too, whatever the number of rows, of CTAs per cluster, or fold.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -18,11 +19,23 @@
 
 namespace pyllm::norm {
 
+// 0: plain, 1: rows stay out of L1, 2: and L2 fetches 256 bytes at a time.
+#ifndef PYLLM_NORM_LOAD
+#define PYLLM_NORM_LOAD 1
+#endif
+#if PYLLM_NORM_LOAD == 0
+#define PYLLM_NORM_LOAD_HINT ""
+#elif PYLLM_NORM_LOAD == 1
+#define PYLLM_NORM_LOAD_HINT ".L1::no_allocate"
+#else
+#define PYLLM_NORM_LOAD_HINT ".L1::no_allocate.L2::256B"
+#endif
+
 // Rows are read once: they stay out of L1, which then keeps the weights. The asm is volatile with a memory clobber so that all loads
-// of a row (and of the prefetched next row) are issued where they stand, ahead of the reduction's barrier. !ok: zeros, no access.
+// of a row are issued where they stand, ahead of the reduction's barrier. !ok: zeros, no access.
 __device__ __forceinline__ uint4 load_stream(const void* p, bool ok) {
   uint4 v = make_uint4(0, 0, 0, 0);
-  asm volatile("{ .reg .pred ok; setp.ne.b32 ok, %5, 0; @ok ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+  asm volatile("{ .reg .pred ok; setp.ne.b32 ok, %5, 0; @ok ld.global" PYLLM_NORM_LOAD_HINT ".v4.b32 {%0, %1, %2, %3}, [%4]; }"
                : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
                : "l"(p), "r"(static_cast<int>(ok))
                : "memory");
@@ -30,11 +43,20 @@ __device__ __forceinline__ uint4 load_stream(const void* p, bool ok) {
 }
 
 // Weights are constants of the model: no kernel of the stream writes them, so the read-only path is safe even before pdl_wait().
-__device__ __forceinline__ uint4 load_constant(const void* p, bool ok) {
-  return ok ? __ldg(static_cast<const uint4*>(p)) : make_uint4(0, 0, 0, 0);
+// InOrder: the plain path instead, whose loads ptxas keeps behind earlier stores; with many vectors per thread it would otherwise load
+// all weights ahead of the first store and spill.
+template <bool InOrder>
+__device__ __forceinline__ uint4 load_constant(const void* p) {
+  uint4 v;
+  if constexpr (InOrder) {
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  } else {
+    asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  }
+  return v;
 }
 
-// Keeps the compiler from converting `v` once outside a loop over rows: the fp32 copy would take twice the registers.
+// Keeps the compiler from holding on to a conversion of `v` between two uses: the fp32 copy would take twice the registers.
 __device__ __forceinline__ uint4 stay_packed(uint4 v) {
   asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
   return v;
@@ -108,9 +130,29 @@ __device__ __forceinline__ void store_e4m3(uint8_t* p, const float* y, float inv
 __device__ __forceinline__ float scale_of(float absmax) { return fmaxf(__fdiv_rn(absmax, kE4M3Max), kMinScale); }
 __device__ __forceinline__ float inverse(float scale) { return __frcp_rn(scale); }
 
+// Reduces Values values per lane over the warp. Lane l gets the result of value l / (32 / Values): each of the first steps halves the
+// values a lane carries, 8 values take 9 shuffles. The bits of every result are those of warp_reduce.
+template <int Values, class Op>
+__device__ __forceinline__ float warp_reduce_each(float (&x)[Values], int lane, Op op) {
+  int offset = 16;
+#pragma unroll
+  for (int half = Values / 2; half > 0; half /= 2) {
+    const bool upper = lane & offset;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + half], offset);
+      x[i] = op(upper ? x[i + half] : x[i], other);
+    }
+    offset /= 2;
+  }
+#pragma unroll
+  for (; offset > 0; offset /= 2) x[0] = op(x[0], __shfl_xor_sync(0xffffffffu, x[0], offset));
+  return x[0];
+}
+
 // Scratch of the row reduction, in shared memory.
 struct RowScratch {
-  float slots[2][32];
+  float2 slots[2][32];
   uint64_t bars[2];  // mbarriers, used where a cluster owns a row
 };
 
@@ -154,52 +196,100 @@ class RowThreads {
 #endif
   }
 
-  // One barrier. Consecutive reductions alternate between two sets of slots: a thread can start reduction i + 2 only when all have
-  // contributed to i + 1, hence have read the slots of i.
   template <class Op>
   __device__ __forceinline__ float reduce(float x, Op op) {
-    x = warp_reduce(x, op);
-    if (warps_ == 1) return x;
-    int place = first;
-    asm volatile("" : "+r"(place));  // lane and warp anew each time: kept across the loop over rows they would cost registers
-    const int lane = place % 32, warp = place / (32 * Vectors);
-    const int set = count_ & 1;
-    const uint32_t slots = scratch_ + set * 128;
-    if (cluster_ > 1) {
-      exchange(slots + warp * 4, x, lane, bar(set), count_ >> 1 & 1);
-    } else {
-      if (lane == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(slots + warp * 4), "f"(x) : "memory");
-      __syncthreads();
-    }
-    ++count_;
-    const int span = 1 << (32 - __clz(warps_ - 1));  // warps rounded up to a power of two, 2 .. 32
-    const int slot = lane & (span - 1);
-    x = Op::identity();
-    if (slot < warps_) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(slots + slot * 4) : "memory");
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      if (offset < span) x = op(x, __shfl_xor_sync(0xffffffffu, x, offset));
-    }
-    return x;
+    float values[1] = {x};
+    return reduce<false>(values, 0.f, op).x;
+  }
+  template <int Values>
+  __device__ __forceinline__ float sum(float (&x)[Values]) {
+    return reduce<false>(x, 0.f, SumOp{}).x;
+  }
+  // A sum and a maximum behind one barrier.
+  template <int Values>
+  __device__ __forceinline__ float2 sum_and_max(float (&x)[Values], float max) {
+    return reduce<true>(x, max, SumOp{});
   }
 
   int first;           // first vector of this thread; 0: the first thread of the row
   uint32_t first_row;  // rows fit in 31 bits, so the row after the last fits in 32; addresses are 64-bit
 
  private:
-  __device__ __forceinline__ uint32_t bar(int set) const { return scratch_ + 256 + set * 8; }
+  __device__ __forceinline__ uint32_t bar(int set) const { return scratch_ + 512 + set * 8; }
+
+  // One barrier. Consecutive reductions alternate between two sets of slots: a thread can start reduction i + 2 only when all have
+  // contributed to i + 1, hence have read the slots of i. Every logical warp has a slot; max, if there is one, is in all slots of a warp.
+  template <bool Max, int Values, class Op>
+  __device__ __forceinline__ float2 reduce(float (&values)[Values], float max, Op op) {
+    constexpr int kLanes = 32 / Values;  // that have the same value
+    int place = first;
+    asm volatile("" : "+r"(place));  // lane and warp anew each time: kept between reductions they would cost registers
+    const int lane = place % 32, warp = place / (32 * Vectors);
+    float x = warp_reduce_each(values, lane, op);
+    if constexpr (Max) max = warp_reduce(max, MaxOp{});
+    if (warps_ == 1) {
+#pragma unroll
+      for (int offset = 16; offset >= kLanes; offset /= 2) x = op(x, __shfl_xor_sync(0xffffffffu, x, offset));
+      return {x, max};
+    }
+    const int set = count_ & 1;
+    const uint32_t slots = scratch_ + set * 256;
+    const uint32_t mine = slots + (warp * Values + lane / kLanes) * 8;
+    if (Values == 1 && cluster_ > 1) {
+      exchange<Max>(mine, x, max, lane, bar(set), count_ >> 1 & 1);
+    } else {
+      if (lane % kLanes == 0) {
+        if constexpr (Max) {
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(mine), "f"(x), "f"(max) : "memory");
+        } else {
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(mine), "f"(x) : "memory");
+        }
+      }
+      __syncthreads();
+    }
+    ++count_;
+    const int used = warps_ * Values;
+    const int span = 1 << (32 - __clz(used - 1));  // rounded up to a power of two, 2 .. 32
+    const int slot = lane & (span - 1);
+    x = Op::identity();
+    if constexpr (Max) max = MaxOp::identity();
+    if (slot < used) {
+      if constexpr (Max) {
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(max) : "r"(slots + slot * 8) : "memory");
+      } else {
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(slots + slot * 8) : "memory");
+      }
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      if (offset < span) {
+        x = op(x, __shfl_xor_sync(0xffffffffu, x, offset));
+        if constexpr (Max) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, offset));
+      }
+    }
+    return {x, max};
+  }
 
   // Every warp puts its value into `slot` of every CTA of the cluster; returns when all values of the row have come. Asynchronous stores
   // that count on an mbarrier: a cluster barrier with release semantics would wait for this thread's global stores as well.
-  __device__ __forceinline__ void exchange(uint32_t slot, float x, int lane, uint32_t bar, int phase) const {
+  template <bool Max>
+  __device__ __forceinline__ void exchange(uint32_t slot, float x, float max, int lane, uint32_t bar, int phase) const {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    if (threadIdx.x == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(warps_ * 4) : "memory");
+    if (threadIdx.x == 0) {
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(warps_ * (Max ? 8 : 4)) : "memory");
+    }
     if (lane < cluster_) {
-      asm volatile(
-          "{ .reg .b32 to, on; mapa.shared::cluster.u32 to, %0, %2; mapa.shared::cluster.u32 on, %1, %2;"
-          "  st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %3, [on]; }" ::"r"(slot),
-          "r"(bar), "r"(lane), "r"(__float_as_uint(x))
-          : "memory");
+      uint32_t to, on;
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(slot), "r"(lane));
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(on) : "r"(bar), "r"(lane));
+      if constexpr (Max) {
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
+                     "r"(__float_as_uint(x)), "r"(__float_as_uint(max)), "r"(on)
+                     : "memory");
+      } else {
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(x)), "r"(on)
+                     : "memory");
+      }
     }
     int done = 0;
     while (!done) {
@@ -218,6 +308,6 @@ class RowThreads {
   int count_ = 0;
 };
 
-static_assert(offsetof(RowScratch, bars) == 256, "RowThreads addresses the scratch by hand");
+static_assert(offsetof(RowScratch, bars) == 512, "RowThreads addresses the scratch by hand");
 
 }  // namespace pyllm::norm

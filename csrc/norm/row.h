@@ -7,21 +7,13 @@
 
 #include "common/params.h"
 
-// 1: a CTA that walks several rows loads the next one into registers before it reduces the current one.
-#ifndef PYLLM_NORM_PREFETCH
-#define PYLLM_NORM_PREFETCH 1
+// Logical threads whose vectors one thread holds where there are many rows (below): 1, 2, 4 or 8.
+#ifndef PYLLM_NORM_FOLD
+#define PYLLM_NORM_FOLD 2
 #endif
-// Vectors per thread of rows of 129 .. 1024 vectors (bf16: N = 1032 .. 8192): 2 or 4.
-#ifndef PYLLM_NORM_VECTORS
-#define PYLLM_NORM_VECTORS 2
-#endif
-// CTAs of 512 threads that must fit an SM: 2 caps a thread at 64 registers, 3 at 40.
-#ifndef PYLLM_NORM_MIN_CTAS
-#define PYLLM_NORM_MIN_CTAS 2
-#endif
-// Rows a CTA (a warp, where a warp owns a row) walks. 0: as many as one wave of resident CTAs needs, which balances prefetch and tail.
-#ifndef PYLLM_NORM_ROWS_PER_CTA
-#define PYLLM_NORM_ROWS_PER_CTA 0
+// Registers of a thread beyond the 16-byte vectors it has in flight, where there are many rows: this sets how many CTAs fit an SM.
+#ifndef PYLLM_NORM_SPARE_REGISTERS
+#define PYLLM_NORM_SPARE_REGISTERS 32
 #endif
 // CTAs that share one row when few long rows leave most SMs idle: one SM moves about 64 bytes per clock, so a row of 8192 with residual
 // (32 KB in, 32 KB out) costs it over half a microsecond. 1, 2, 4 or 8.
@@ -39,44 +31,54 @@
 
 namespace pyllm::norm {
 
-inline constexpr bool kPrefetch = PYLLM_NORM_PREFETCH != 0;
 inline constexpr bool kStreamStores = PYLLM_NORM_STREAM_STORES != 0;
-inline constexpr int kWarpsPerCta = 8;  // rows of one warp each: 8 of them make a CTA
+inline constexpr int kManyRows = 4;      // per SM: more rows take the layout for throughput
+inline constexpr int kWarpsPerCta = 8;   // rows of one warp each: up to 8 of them make a CTA
+inline constexpr int kMaxThreads = 512;  // per CTA. A row of up to 1024 threads is a cluster of two.
 
 // What a kernel needs to know of its launch.
 struct RowPlan {
-  int threads;        // that own one row, a multiple of 32
+  int threads;        // that hold one row, a multiple of 32
   int cluster_log2;   // CTAs that share one row, a power of two
-  unsigned row_step;  // from one row of a thread to its next: rows that the grid holds at a time
+  unsigned row_step;  // rows that the grid holds at a time; a kernel that takes every row at once ignores it
   float inv_n;        // 1 / row length
 };
 
-// The shapes a kernel is instantiated for: vectors per thread.
-enum class Shape : int {
-  kTwo,
-  kFour,
-  kEight,  // fp32 rows beyond 16384
+// How a thread holds its part of a row. The order of a sum is that of the logical threads, `unit` vectors each: a thread that holds `fold`
+// of them (fold * unit vectors) keeps their sums apart, so the bits do not depend on fold.
+template <int Unit, int Fold, bool Many>
+struct RowLayout {
+  static constexpr int kUnit = Unit, kFold = Fold, kVectors = Unit * Fold;
+  // Many rows: throughput counts. As many CTAs as fit, each with its row in flight; constants come from L1.
+  // Few rows: latency counts. A row has as many threads as possible, and constants are in registers before the row arrives.
+  static constexpr bool kMany = Many;
+  static constexpr int kCtaThreads = Unit == 2 ? kMaxThreads / Fold : kMaxThreads;
+  // CTAs that must fit an SM when a thread has `data` vectors in flight.
+  static constexpr int min_ctas(int data) {
+    if (!Many) return kVectors == 2 ? 2 : 1;
+    const int spare = PYLLM_NORM_SPARE_REGISTERS + (kVectors == 8 ? 16 : 0);  // 8 results at a time spill with less
+    const int registers = (spare + 4 * data + 7) / 8 * 8;
+    return std::max(65536 / (registers * kCtaThreads), 1);
+  }
 };
 
-inline constexpr int kMaxThreads = 512;  // per CTA: a thread may use 128 registers. A row of up to 1024 threads is a cluster of two.
-
-struct RowThreadsChoice {
-  Shape shape;
-  int threads;
+struct RowChoice {
+  int unit;     // vectors of a logical thread: 2, 4, or 8 (fp32 rows beyond 16384)
+  int logical;  // threads
 };
 
 // A function of the row length (in 16-byte vectors) alone: this fixes the order of every reduction.
-inline RowThreadsChoice choose_threads(int vectors) {
-  const auto threads = [&](int per_thread) {
-    const int exact = (vectors + per_thread - 1) / per_thread;
+inline RowChoice choose_threads(int vectors) {
+  const auto threads = [&](int unit) {
+    const int exact = (vectors + unit - 1) / unit;
     const int multiple = exact > kMaxThreads ? 64 : 32;
     return (exact + multiple - 1) / multiple * multiple;
   };
-  if (vectors <= 64) return {Shape::kTwo, 32};
-  if (vectors <= 128) return {Shape::kFour, 32};
-  if (vectors <= 1024 && PYLLM_NORM_VECTORS == 2) return {Shape::kTwo, threads(2)};
-  if (vectors <= 4096) return {Shape::kFour, threads(4)};
-  return {Shape::kEight, threads(8)};
+  if (vectors <= 64) return {2, 32};
+  if (vectors <= 128) return {4, 32};
+  if (vectors <= 1024) return {2, threads(2)};
+  if (vectors <= 4096) return {4, threads(4)};
+  return {8, threads(8)};
 }
 
 inline int sm_count() {
@@ -93,31 +95,42 @@ struct Grid {
   RowPlan plan;
 };
 
-// Few long rows: a cluster per row. Few rows: one per CTA. Many rows: one wave of resident CTAs that walk them.
-template <class Kernel>
-Grid plan_grid(Kernel kernel, int64_t rows, int n, int item_size, int threads) {
-  const int sms = sm_count();
+inline unsigned ceil_log2(int x) {
+  unsigned log2 = 0;
+  while (1 << log2 < x) ++log2;
+  return log2;
+}
+
+// Rows of one warp share a CTA, any other row is a CTA, or a cluster of CTAs where few long rows leave most SMs idle.
+inline Grid plan_grid(int64_t rows, int n, int item_size, int threads, int max_threads, int sms) {
   int split = threads > kMaxThreads ? 2 : 1;
   if (n * item_size >= PYLLM_NORM_CLUSTER_BYTES) {
     for (int wider = PYLLM_NORM_CLUSTER; wider > split; wider /= 2) {
       if (threads % (32 * wider) == 0 && rows * wider <= sms / 2) split = wider;
     }
   }
-  const int per_cta = threads > 32 ? 1 : static_cast<int>(std::clamp<int64_t>((rows + sms - 1) / sms, 1, kWarpsPerCta));
-  const dim3 block(threads / split, per_cta);
-  const int64_t full = (rows + per_cta - 1) / per_cta;
-  int64_t wave = full;
-  if (full * split > sms) {
-    if constexpr (constexpr int kWalk = PYLLM_NORM_ROWS_PER_CTA; kWalk > 0) {
-      wave = (full + kWalk - 1) / std::max(kWalk, 1);
-    } else {
-      int resident = 0;
-      check_launch(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, block.x * block.y, 0), "norm");
-      wave = std::min<int64_t>(full, static_cast<int64_t>(std::max(resident, 1)) * sms / split);
-    }
-  }
-  const auto rows_at_once = static_cast<unsigned>(std::max<int64_t>(wave, 1));
-  return {rows_at_once * split, block, split, {threads, split == 8 ? 3 : split / 2, rows_at_once * per_cta, 1.f / static_cast<float>(n)}};
+  const int per_cta =
+      threads > 32 ? 1 : static_cast<int>(std::clamp<int64_t>((rows + sms - 1) / sms, 1, std::min(kWarpsPerCta, max_threads / 32)));
+  const auto ctas = static_cast<unsigned>(std::max<int64_t>((rows + per_cta - 1) / per_cta, 1));
+  return {ctas * split,
+          dim3(threads / split, per_cta),
+          split,
+          {threads, static_cast<int>(ceil_log2(split)), ctas * per_cta, 1.f / static_cast<float>(n)}};
+}
+
+// Calls run(RowLayout, Grid) with the layout for these rows. Max: the largest unit that T has.
+template <int MaxUnit, class Run>
+void with_layout(int64_t rows, int n, int item_size, Run&& run) {
+  const auto [unit, logical] = choose_threads(n * item_size / 16);
+  const int sms = sm_count();
+  const auto take = [&]<class Layout>(Layout layout) {
+    const int threads = (logical / 32 + Layout::kFold - 1) / Layout::kFold * 32;
+    run(layout, plan_grid(rows, n, item_size, threads, Layout::kCtaThreads, sms));
+  };
+  const bool many = rows > int64_t{kManyRows} * sms && logical > 32;
+  if (unit == 2) return many ? take(RowLayout<2, PYLLM_NORM_FOLD, true>{}) : take(RowLayout<2, 1, false>{});
+  if (unit == 4) return many ? take(RowLayout<4, 2, true>{}) : take(RowLayout<4, 1, false>{});
+  if constexpr (MaxUnit == 8) take(RowLayout<8, 1, false>{});
 }
 
 }  // namespace pyllm::norm

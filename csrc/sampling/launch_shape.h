@@ -8,10 +8,10 @@
 
 namespace pyllm::sampling {
 
-constexpr int64_t kFewRows = 8;            // up to here a row is spread as widely as it goes (8 rows x 16 CTAs fill 132 SMs)
-constexpr int64_t kFewTokens = 4096;       // few rows: tokens per CTA that justify doubling the cluster
-constexpr int64_t kManyBytes = 33 * 1024;  // many rows: bytes per CTA that justify it; 4 CTAs of 256 threads then share an SM
-constexpr int kManyCluster = 8;            // many rows: 16 CTAs would need a whole GPC for one row
+constexpr int64_t kFewRows = 8;        // up to here a row is spread as widely as it goes (8 rows x 16 CTAs fill 132 SMs)
+constexpr int64_t kFewTokens = 4096;   // few rows: tokens per CTA that justify doubling the cluster
+constexpr int64_t kManyBytes = 32208;  // many rows: bytes per CTA that justify it; with 25136 of Work, 4 CTAs of 256 threads share an SM
+constexpr int kManyCluster = 8;        // many rows: 16 CTAs would need a whole GPC for one row
 constexpr int kMaxCtas = 16;
 constexpr int64_t kMaxSlice = 65536;  // the 16-bit halves of a histogram overflow beyond
 constexpr int64_t kSharedMemory = 227 * 1024;

@@ -167,12 +167,14 @@ __global__ __launch_bounds__(kThreads, 1024 / kThreads) void sample_tokens_kerne
   row.open(static_cast<const T*>(p.logits) + at * p.row_stride, static_cast<int>(p.vocab), slice, held, cluster.rank(),
            reinterpret_cast<T*>(smem + sizeof(work)));
   pdl_wait();
+  Settings set;
+  if (threadIdx.x == 0) set.read(p, at);  // kept in registers until the row is staged: the two latencies overlap
+  const auto own = row.stage();
   if (threadIdx.x == 0) {
     work.row = row;
-    work.set.read(p, at);
+    work.set = set;
     work.out = p.tokens + at;
   }
-  const auto own = row.stage();
   pdl_trigger();
   cluster_wait();  // every CTA of the cluster runs: its shared memory may be written
   __syncthreads();

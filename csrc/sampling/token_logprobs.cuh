@@ -113,13 +113,14 @@ __global__ __launch_bounds__(kThreads, 1024 / kThreads) void token_logprobs_kern
   Row<T, kThreads> row;
   row.open(logits, vocab, slice, held, cluster.rank(), reinterpret_cast<T*>(smem + sizeof(work)));
   pdl_wait();
+  int token = -1;
+  if (threadIdx.x == 0) token = p.tokens[at];
+  const auto own = row.stage();
   if (threadIdx.x == 0) {
     work.row = row;
-    const int token = p.tokens[at];
     work.token = token >= 0 && token < vocab ? token : -1;
     work.token_logit = work.token >= 0 ? to_float(logits[work.token]) : 0.f;
   }
-  const auto own = row.stage();
   pdl_trigger();
   cluster_wait();  // every CTA of the cluster runs: its shared memory may be written
   __syncthreads();

@@ -12,7 +12,7 @@ from pyllm import ops
 from pyllm.layers.linear import Linear
 from pyllm.layers.norm import Normed, RMSNorm
 from pyllm.layers.rope import Rope
-from pyllm.layers.spec import Part, Spec, Split, Weight
+from pyllm.layers.spec import Part, Spec, Split, Weight, need_sizes
 from pyllm.runtime.batch import Batch, KvCache
 
 
@@ -56,6 +56,13 @@ class Attn(Spec):
     reads_normed = True
 
     def __post_init__(self) -> None:
+        need_sizes(f"Attn {self.at}", d=self.d, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
+        if len(self.names) != 4:
+            raise ValueError(f"Attn {self.at}: names is {self.names!r}, expected four (q, k, v, o)")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"Attn {self.at}: softcap is {self.softcap}, expected None or more than 0")
+        if self.qk_norm is not None and not isinstance(self.qk_norm, RMSNorm):
+            raise ValueError(f"Attn {self.at}: qk_norm is a {type(self.qk_norm).__name__}, expected an RMSNorm")
         if self.heads % self.kv_heads:
             raise ValueError(f"Attn {self.at}: heads is {self.heads}, expected a multiple of kv_heads={self.kv_heads}")
         if self.rope and self.rope.dim > self.head_dim:

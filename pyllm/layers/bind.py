@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from pyllm.layers.formats import QuantPlan
-from pyllm.layers.spec import Spec, Weight, path_of
+from pyllm.layers.linear import check_plan
+from pyllm.layers.spec import Spec, Weight, need_sizes, path_of
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+STORED = (*DTYPES, torch.float64)
 
 
 @dataclass
@@ -41,6 +45,8 @@ class Env:
 
     def read(self, weight: Weight, path: str) -> Tensor:
         t = weight.load(self.get, path, self.rank, self.tp)
+        if not weight.keep and t.dtype not in STORED:  # a quantized tensor without its scales would load as noise
+            raise ValueError(f"checkpoint tensor {weight.sources(path)[0]!r} is {t.dtype}, expected a plain floating-point type")
         return t.to(self.device, t.dtype if weight.keep else torch.float32 if weight.fp32 else self.dtype).contiguous()
 
 
@@ -86,6 +92,12 @@ def bind(
     disagrees
     with the declaration, a `tp` that does not fit, parts of one GEMM with different formats. Each names the tensor.
     """
+    if not isinstance(spec, Spec):
+        raise ValueError(f"bind: spec is {spec!r}, expected a declaration")
+    need_sizes("bind", tp=tp)
+    if dtype not in DTYPES:
+        raise ValueError(f"bind: dtype is {dtype!r}, expected torch.float32, torch.bfloat16 or torch.float16")
+    check_plan("bind", spec, quant)
     if not 0 <= rank < tp:
         raise ValueError(f"bind: rank is {rank}, expected 0 <= rank < tp={tp}")
     env = Env(state, quant, rank, tp, torch.device(device), dtype, progress, fuse)

@@ -12,8 +12,11 @@ from torch import Tensor
 from pyllm import ops
 from pyllm.layers.attention import Attn, KvSlot
 from pyllm.layers.linear import Embedding, Linear
+from pyllm.layers.mlp import MLP
+from pyllm.layers.moe import MoE
 from pyllm.layers.norm import LayerNorm, Norm, Normed, RMSNorm
-from pyllm.layers.spec import Spec, walk
+from pyllm.layers.rope import DynamicNtk
+from pyllm.layers.spec import Spec, need_sizes, walk
 from pyllm.runtime.batch import Batch
 
 
@@ -54,6 +57,8 @@ class Sub(Spec):
     post: Norm | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.body, Spec):
+            raise ValueError(f"Sub {self.at}: body is {self.body!r}, expected a layer")
         if isinstance(self.pre, tuple) and not (isinstance(self.body, Sum) and len(self.body.branches) == len(self.pre)):
             raise ValueError(f"Sub {self.at}: pre has {len(self.pre)} norms; expected one for each branch of a Sum")
 
@@ -87,6 +92,43 @@ class Decoder(Spec):
     ignore: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.subs, tuple) or not all(isinstance(s, Sub) for s in self.subs):
+            raise ValueError("Decoder: subs is no tuple of Sub")
+        need_sizes("Decoder", max_positions=self.max_positions)
+        if self.logit_softcap is not None and not self.logit_softcap > 0:
+            raise ValueError(f"Decoder: logit_softcap is {self.logit_softcap}, expected None or more than 0")
+        self._check_widths()
+        self._check_slots()
+        self._check_positions()
+
+    def _check_widths(self) -> None:
+        """What reads or writes the residual stream has the embedding's width."""
+        d = self.embed.d
+        parts: list[tuple[str, Spec | None]] = [("norm", self.norm), ("head", self.head), ("positions", self.positions)]
+        for sub in self.subs:
+            parts += [(sub.at, n) for n in (*(sub.pre if isinstance(sub.pre, tuple) else (sub.pre,)), sub.post)]
+            parts += [(sub.at, s) for s in (sub.body.branches if isinstance(sub.body, Sum) else (sub.body,))]
+        for at, spec in parts:
+            if isinstance(spec, (RMSNorm, LayerNorm, Linear, Embedding, Attn, MLP, MoE)) and spec.d != d:
+                raise ValueError(f"Decoder: {type(spec).__name__} of {at} has d={spec.d}, expected {d} (from embed)")
+        if self.head:
+            rows = sum(p.size for p in self.head.parts)
+            if rows != self.vocab_size or self.head.tp == "row":
+                raise ValueError(
+                    f"Decoder: head has {rows} rows and tp={self.head.tp!r}, expected {self.vocab_size} (from embed) and 'col'"
+                )
+
+    def _check_positions(self) -> None:
+        """Past a rope's table a kernel would read what is behind it, past a table of learned positions it would add nothing."""
+        for path, a in self.attns():
+            if a.rope and not isinstance(a.rope.scaling, DynamicNtk) and a.rope.max_positions < self.max_positions:
+                raise ValueError(
+                    f"{path}: rope.max_positions is {a.rope.max_positions}, expected max_positions={self.max_positions} or more"
+                )
+        if self.positions and self.positions.vocab < self.max_positions:
+            raise ValueError(f"Decoder: positions has {self.positions.vocab} rows, expected max_positions={self.max_positions} or more")
+
+    def _check_slots(self) -> None:
         owner: dict[int, tuple[str, Attn]] = {}
         for path, a in self.attns():
             if a.own_kv and a.kv in owner:

@@ -76,7 +76,7 @@ class Dense(Format):
         return ops.linear(x.to(w.dtype), w, None if bias is None else bias.to(w.dtype)).to(x.dtype)
 
     def experts(self, w13: Any, w2: Any, x: Tensor, ids: Tensor, weights: Tensor, act: str) -> Tensor:
-        return ops.moe_experts(x, w13.weight, w2.weight, ids, weights, act)
+        return ops.moe_experts(x.to(w13.weight.dtype), w13.weight, w2.weight, ids, weights, act).to(x.dtype)
 
     def weight_bytes(self, n: int, k: int) -> int:
         return n * k * (4 if self.dtype is torch.float32 else 2)

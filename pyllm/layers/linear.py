@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
 
 from pyllm import ops
-from pyllm.layers.formats import resolve
+from pyllm.layers.formats import Format, QuantPlan, resolve
 from pyllm.layers.norm import Normed
-from pyllm.layers.spec import Part, Spec, Split, Weight
+from pyllm.layers.spec import Part, Spec, Split, Weight, need_sizes, walk
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Linear(Spec):
     experts: int = 0
 
     def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError("Linear: parts is empty, expected at least one Part")
+        need_sizes(f"Linear {self.parts[0].name}", d=self.d)
+        if self.experts and not all("{}" in p.name for p in self.parts):
+            raise ValueError(f"Linear {self.parts[0].name}: experts is {self.experts}, expected {{}} in the name of each part")
         if self.tp not in (None, "col", "row"):
             raise ValueError(f"Linear {self.parts[0].name}: tp is {self.tp!r}, expected None, 'col' or 'row'")
 
@@ -64,8 +70,24 @@ class Embedding(Spec):
     vocab: int
     d: int
 
+    def __post_init__(self) -> None:
+        need_sizes(f"Embedding {self.name}", vocab=self.vocab, d=self.d)
+
     def weights(self) -> dict[str, Weight]:
         return {"weight": Weight((Part(self.name, self.vocab, split=Split.PAD),), self.d, "col")}
 
     def forward(self, m: Any, ids: Tensor, scale: float = 1.0) -> Tensor:
         return ops.embed_tokens(ids, m.weight, scale, m.rank * m.weight.shape[0])
+
+
+def check_plan(owner: str, spec: Spec, quant: QuantPlan) -> None:
+    """Each entry is a pair (glob, Format or None), and each glob that gives a format matches a product of the declaration."""
+    for entry in quant:
+        if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)):
+            raise ValueError(f"{owner}: quant holds {entry!r}, expected pairs (glob, Format)")
+        if entry[1] is not None and not isinstance(entry[1], Format):
+            raise ValueError(f"{owner}: quant gives {entry[0]!r} the format {entry[1]!r}, expected a Format or None")
+    names = [n for path, s in walk(spec) if isinstance(s, Linear) for n in s.names(path)]
+    for glob, fmt in quant:
+        if fmt is not None and not any(fnmatchcase(n, glob) for n in names):
+            raise ValueError(f"{owner}: quant has {glob!r}, which matches no product of the declaration (names have no .weight)")

@@ -10,7 +10,7 @@ from torch import Tensor
 from pyllm import ops
 from pyllm.layers.linear import Linear
 from pyllm.layers.norm import Normed
-from pyllm.layers.spec import Part, Spec
+from pyllm.layers.spec import Part, Spec, need_sizes
 from pyllm.ops.fused import ACTS
 from pyllm.runtime.batch import Batch
 
@@ -37,6 +37,9 @@ class MLP(Spec):
 
     def __post_init__(self) -> None:
         check_act(f"MLP {self.at}", self.act)
+        need_sizes(f"MLP {self.at}", d=self.d, ff=self.ff)
+        if len(self.names) != 3:
+            raise ValueError(f"MLP {self.at}: names is {self.names!r}, expected three (gate, up, down)")
 
     def children(self) -> dict[str, Spec | tuple[Spec, ...]]:
         gate, up, down = self.names

@@ -12,7 +12,7 @@ from pyllm import ops
 from pyllm.layers.linear import Linear
 from pyllm.layers.mlp import MLP, check_act
 from pyllm.layers.norm import Normed
-from pyllm.layers.spec import Part, Spec, Weight
+from pyllm.layers.spec import Part, Spec, Weight, need_sizes
 from pyllm.ops.moe import SCORING
 from pyllm.runtime.batch import Batch
 
@@ -46,6 +46,9 @@ class MoE(Spec):
 
     def __post_init__(self) -> None:
         check_act(f"MoE {self.at}", self.act)
+        need_sizes(f"MoE {self.at}", d=self.d, ff=self.ff, experts=self.experts, top_k=self.top_k)
+        if len(self.names) != 3 or not all("{}" in n for n in self.names):
+            raise ValueError(f"MoE {self.at}: names is {self.names!r}, expected three (gate, up, down) with {{}} for the expert")
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(f"MoE {self.at}: top_k is {self.top_k}, expected 1..experts={self.experts}")
         if self.scoring not in SCORING:
@@ -68,6 +71,11 @@ class MoE(Spec):
 
     def weights(self) -> dict[str, Weight]:
         return {"router_bias": Weight((Part(self.correction, self.experts),), suffix="", fp32=True)} if self.correction else {}
+
+    def load(self, m: Any, env: Any) -> None:
+        super().load(m, env)
+        if m.w13.format != m.w2.format:
+            raise ValueError(f"quant plan: the experts of {m.path} get two formats ({m.w13.format.name}, {m.w2.format.name}), expected one")
 
     def forward(self, m: Any, x: Tensor | Normed, b: Batch) -> Tensor:
         h = x.tensor() if isinstance(x, Normed) else x

@@ -8,7 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from pyllm import ops
-from pyllm.layers.spec import Part, Spec, Transform, Weight
+from pyllm.layers.spec import Part, Spec, Transform, Weight, need_sizes
+
+
+def check_norm(norm: RMSNorm | LayerNorm) -> None:
+    owner = f"{type(norm).__name__} {norm.name}"
+    need_sizes(owner, d=norm.d)
+    if not norm.eps >= 0:
+        raise ValueError(f"{owner}: eps is {norm.eps}, expected 0 or more")
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,9 @@ class RMSNorm(Spec):
     d: int
     eps: float
     plus_one: bool = False
+
+    def __post_init__(self) -> None:
+        check_norm(self)
 
     def weights(self) -> dict[str, Weight]:
         return {"weight": Weight((Part(self.name, self.d),), transform=Transform.PLUS_ONE if self.plus_one else None, fp32=True)}
@@ -40,6 +50,9 @@ class LayerNorm(Spec):
     d: int
     eps: float
     bias: bool = True
+
+    def __post_init__(self) -> None:
+        check_norm(self)
 
     def weights(self) -> dict[str, Weight]:
         part = (Part(self.name, self.d),)

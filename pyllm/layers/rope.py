@@ -84,10 +84,30 @@ class Rope:
     def __post_init__(self) -> None:
         if self.dim <= 0 or self.dim % 2:
             raise ValueError(f"Rope: dim is {self.dim}, expected a positive even number")
-        if isinstance(self.scaling, LongRope) and not len(self.scaling.short) == len(self.scaling.long) == self.dim // 2:
-            raise ValueError(
-                f"Rope: longrope has {len(self.scaling.short)} short and {len(self.scaling.long)} long factors, expected {self.dim // 2}"
-            )
+        if not self.theta > 1:
+            raise ValueError(f"Rope: theta is {self.theta}, expected more than 1")
+        if not isinstance(self.max_positions, int) or self.max_positions < 1:
+            raise ValueError(f"Rope: max_positions is {self.max_positions!r}, expected a positive integer")
+        if self.scaling is not None:
+            self._check_scaling(self.scaling)
+
+    def _check_scaling(self, s: Scaling) -> None:
+        if not isinstance(s, (LinearScaling, DynamicNtk, Llama3, Yarn, LongRope)):
+            raise ValueError(f"Rope: scaling is {s!r}, expected None or one of LinearScaling, DynamicNtk, Llama3, Yarn, LongRope")
+        kind = type(s).__name__
+        for name in ("factor", "original", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
+            value = getattr(s, name, None)
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                raise ValueError(f"Rope: {kind}.{name} is {value!r}, expected a positive number")
+        if isinstance(s, Llama3) and s.high_freq_factor <= s.low_freq_factor:
+            raise ValueError(f"Rope: Llama3.high_freq_factor is {s.high_freq_factor}, expected more than {s.low_freq_factor}")
+        if isinstance(s, DynamicNtk) and self.dim < 4:
+            raise ValueError(f"Rope: dim is {self.dim}, expected at least 4 with DynamicNtk")
+        if isinstance(s, LongRope):
+            if not len(s.short) == len(s.long) == self.dim // 2:
+                raise ValueError(f"Rope: longrope has {len(s.short)} short and {len(s.long)} long factors, expected {self.dim // 2}")
+            if not (s.original > 1 and min(s.short + s.long) > 0):
+                raise ValueError(f"Rope: LongRope.original is {s.original}, expected more than 1, and positive short and long factors")
 
     def cos_sin(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """`(table [L, dim] fp32: cos then sin, rows [T] int32)` for one step's tokens."""

@@ -37,6 +37,13 @@ class Transform(enum.Enum):
         return t.float() + 1 if self is Transform.PLUS_ONE else t.T
 
 
+def need_sizes(owner: str, **sizes: Any) -> None:
+    """Every size is a positive integer; the error names the owner and the field."""
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{owner}: {name} is {value!r}, expected a positive integer")
+
+
 @dataclass(frozen=True)
 class Part:
     """`size` output rows that come from one checkpoint tensor, named relative to the owner's path.
@@ -50,6 +57,12 @@ class Part:
     split: Split = Split.EVEN
     start: int = 0
     of: int | None = None
+
+    def __post_init__(self) -> None:
+        need_sizes(f"Part {self.name}", size=self.size, unit=self.unit)
+        end = self.size if self.of is None else self.of
+        if self.start < 0 or self.start + self.size > end:
+            raise ValueError(f"Part {self.name}: rows {self.start}..{self.start + self.size} are outside the {end} of the tensor (of=)")
 
     def rows(self, tp: int, where: str = "") -> int:
         """Rows a rank holds; raises where `tp` does not fit the part."""
@@ -220,6 +233,8 @@ class PlanItem:
 def plan(spec: Spec, *, tp: int = 1) -> list[PlanItem]:
     """What will be read from the checkpoint, before any tensor exists. Shapes are those of one rank, in the checkpoint's own format."""
 
+    need_sizes("plan", tp=tp)
+
     def items(s: Spec, path: str, attr: str) -> Iterator[PlanItem]:
         path = path_of(s, path)
         for name, w in s.weights().items():
@@ -249,9 +264,14 @@ def rewrite(spec: S, cls: type[Spec], fn: Callable[[Any], Spec], match: str = "*
         node = replace(node, **changed) if changed else node
         if isinstance(node, cls) and fnmatchcase(path, match):
             hits += 1
-            return fn(node)
+            new = fn(node)
+            if not isinstance(new, Spec):
+                raise ValueError(f"rewrite: fn gave {new!r} for {path or cls.__name__}, expected a declaration")
+            return new
         return node
 
+    if not isinstance(cls, type):
+        raise ValueError(f"rewrite: cls is {cls!r}, expected a class")
     out = visit(spec, "")
     if hits == 0:
         raise ValueError(f"rewrite: no {cls.__name__} has a path that matches {match!r}")

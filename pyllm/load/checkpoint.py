@@ -55,6 +55,8 @@ class Checkpoint:
         """The prompt that the model's own chat template makes of `messages`."""
         if self.chat_template is None:
             raise CheckpointError(f"{self.path}: the checkpoint has no chat template")
+        if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
+            raise ValueError(f"render_chat: messages is {show(messages)}, expected a list of objects with role and content")
         tokens = {"bos_token": self.bos_token, "eos_token": self.eos_token}
         return render_chat(self.chat_template, messages, add_generation_prompt, **{**tokens, **variables})
 

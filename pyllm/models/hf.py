@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,107 +23,177 @@ ACTS = {
 _READ = {
     "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "hidden_activation", "max_position_embeddings", "rms_norm_eps",
-    "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "attention_bias", "mlp_bias",
-    "sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+    "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "attention_bias",
     "original_max_position_embeddings",
 }  # fmt: skip
+_OWN = {
+    "mlp_bias", "sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+}  # fmt: skip
+"""Read for the architectures that have them in their defaults; for others, as in transformers, they change nothing (and warn)."""
+_ROPE = {
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "attention_factor",
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor",
+    "long_factor",
+}  # fmt: skip
+LIMITS = {"num_hidden_layers": 4096, "max_position_embeddings": 1 << 24}
+"""More layers than any model has, and the positions that fp32 angles tell apart: a damaged config is an error, not a hang."""
 _INERT = {
     "attention_dropout", "hidden_dropout", "residual_dropout", "initializer_range", "use_cache", "bos_token_id", "eos_token_id",
     "pad_token_id", "torch_dtype", "dtype", "transformers_version", "model_type", "pretraining_tp", "_name_or_path",
     "output_hidden_states", "output_attentions", "return_dict", "id2label", "label2id", "problem_type", "chunk_size_feed_forward",
     "cache_implementation", "_attn_implementation", "_attn_implementation_autoset", "auto_map", "is_llama_config",
-    "rope_interleaved", "transformers.js_config", "use_bidirectional_attention", "is_encoder_decoder", "unsloth_fixed",
+    "transformers.js_config", "unsloth_fixed",
     "unsloth_version", "quantization_config",
 }  # fmt: skip
 
 
-def normalize(config: Mapping[str, Any]) -> SimpleNamespace:
+def normalize(config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> SimpleNamespace:
     """Canonical names and filled defaults. Errors (ValueError) name a field that is missing or has a value this cannot serve.
 
+    defaults: what the architecture's config class in transformers means by a field that is absent, and the fields that it alone has.
     A field that is neither read nor known to leave the result alone gives a warning that names it.
     """
-
-    def need(name: str) -> int:
-        value = config.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"config: {name} is {value!r}, expected a positive integer")
-        return value
-
-    c = SimpleNamespace(
-        **{n: need(n) for n in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
-    )
-    c.num_key_value_heads = need("num_key_value_heads") if config.get("num_key_value_heads") is not None else c.num_attention_heads
+    read = _READ | (_OWN & set(defaults or {}))
+    flags = {"use_bidirectional_attention", "is_encoder_decoder", "rope_interleaved"}
+    _warn_unread(k for k, v in config.items() if k not in read | _INERT | flags and v is not None)
+    config = {**(defaults or {}), **{k: v for k, v in config.items() if k in read or k not in _OWN}}
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    c = SimpleNamespace(**{n: _size(config, n) for n in sizes})
+    c.num_key_value_heads = _size(config, "num_key_value_heads", c.num_attention_heads)
     if config.get("head_dim") is None and c.hidden_size % c.num_attention_heads:
         raise ValueError(
             f"config: head_dim is absent and hidden_size={c.hidden_size} is not a multiple of num_attention_heads={c.num_attention_heads}"
         )
-    c.head_dim = need("head_dim") if config.get("head_dim") is not None else c.hidden_size // c.num_attention_heads
-    c.max_position_embeddings = need("max_position_embeddings") if "max_position_embeddings" in config else 2048
+    c.head_dim = _size(config, "head_dim", c.hidden_size // c.num_attention_heads)
+    c.max_position_embeddings = _size(config, "max_position_embeddings", 2048)
     act = config.get("hidden_activation") or config.get("hidden_act") or "silu"
-    if act not in ACTS:
+    if not isinstance(act, str) or act not in ACTS:
         raise ValueError(f"config: hidden_act is {act!r}, expected one of {', '.join(ACTS)}")
     c.act = ACTS[act]
-    c.rms_norm_eps = float(config.get("rms_norm_eps", 1e-6))
-    c.tie_word_embeddings = bool(config.get("tie_word_embeddings", False))
-    c.attention_bias, c.mlp_bias = bool(config.get("attention_bias", False)), bool(config.get("mlp_bias", False))
-    c.windows = _windows(config, c.num_hidden_layers)
-    for name in ("sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
-        setattr(c, name, config.get(name))
+    c.rms_norm_eps = _number(config, "rms_norm_eps", 1e-6)
+    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+        setattr(c, name, _flag(config, name))
+    c.sliding_window = None if config.get("sliding_window") is None else _size(config, "sliding_window")
+    for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+        setattr(c, name, None if config.get(name) is None else _number(config, name))
+    c.layer_types = config.get("layer_types")
+    c.windows = _windows(c.layer_types, c.sliding_window, c.num_hidden_layers)
     c.rope = _rope(config, c)
     c.max_positions = c.rope.max_positions
-    if config.get("use_bidirectional_attention"):
-        raise ValueError("config: use_bidirectional_attention is set, expected a causal decoder")
+    for name in ("use_bidirectional_attention", "is_encoder_decoder"):
+        if _flag(config, name):
+            raise ValueError(f"config: {name} is set, expected a causal decoder")
+    if _flag(config, "rope_interleaved"):
+        raise ValueError("config: rope_interleaved is set, expected a checkpoint whose rotary pairs are the halves of a head")
     if config.get("quantization_config"):
         raise ValueError("config: quantization_config is set; checkpoints that are stored quantized are not read, use the unquantized one")
-    unknown = sorted(k for k, v in config.items() if k not in _READ | _INERT and v is not None)
-    if unknown:
-        warnings.warn(f"config: fields that are not read: {', '.join(unknown)}", stacklevel=3)
     return c
 
 
-def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+def _warn_unread(names: Iterable[str], where: str = "config") -> None:
+    unknown = sorted(map(str, names))
+    if unknown:
+        warnings.warn(f"{where}: fields that are not read: {', '.join(unknown)}", stacklevel=4)
+
+
+def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value, most = config.get(name, default), LIMITS.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"config: {name} is {value!r}, expected a positive integer")
+    if most is not None and value > most:
+        raise ValueError(f"config: {name} is {value}, expected at most {most}")
+    return value
+
+
+def _number(config: Mapping[str, Any], name: str, default: float | None = None, where: str = "config") -> float:
+    value = config.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{where}: {name} is {value!r}, expected a positive number")
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], name: str) -> bool:
+    value = config.get(name)
+    if value not in (None, True, False) or (value is not None and not isinstance(value, bool)):
+        raise ValueError(f"config: {name} is {value!r}, expected true or false")
+    return bool(value)
+
+
+def _windows(types: Any, window: int | None, layers: int) -> tuple[int | None, ...]:
     """One window (or None) per layer from `sliding_window` and `layer_types`."""
-    window, types = config.get("sliding_window"), config.get("layer_types")
     if types is None:
         return (window,) * layers
     known = {"full_attention": None, "sliding_attention": window}
-    if len(types) != layers or not set(types) <= set(known):
+    if not isinstance(types, list) or len(types) != layers or any(not isinstance(t, str) or t not in known for t in types):
         raise ValueError(f"config: layer_types is {types!r}, expected {layers} of {', '.join(known)}")
+    if window is None and "sliding_attention" in types:
+        raise ValueError("config: layer_types has sliding_attention, but sliding_window is absent")
     return tuple(known[t] for t in types)
 
 
+def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` (new), or `rope_theta` + `rope_scaling` + `partial_rotary_factor` (old), as one dict without nulls."""
+    found: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = config.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"config: {name} is {value!r}, expected an object")
+        nested = [k for k, v in (value or {}).items() if isinstance(v, dict)]
+        if nested:
+            raise ValueError(f"config: {name} has parameters per layer type ({', '.join(nested)}), expected one set for all layers")
+        found |= {k: v for k, v in (value or {}).items() if v is not None}
+    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        if config.get(name) is not None:
+            found.setdefault(name, config[name])
+    return found
+
+
 def _rope(config: Mapping[str, Any], c: SimpleNamespace) -> Rope:
-    """Reads `rope_parameters` (new), or `rope_theta` + `rope_scaling` + `partial_rotary_factor` (old)."""
-    p: dict[str, Any] = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    theta = float(p.get("rope_theta", config.get("rope_theta", 1e4)))
-    dim = int(c.head_dim * float(p.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))))
+    p, longest = _rope_fields(config), c.max_position_embeddings
     kind = p.get("rope_type", p.get("type", "default"))
-    original = int(p.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or c.max_position_embeddings)
-    stretch = int(c.max_position_embeddings * float(p.get("factor") or 1.0))
-    factor = float(p.get("factor") or c.max_position_embeddings / original)
-    attention = p.get("attention_factor")
-    try:
-        scaling: Scaling | None
-        longest = c.max_position_embeddings
-        if kind == "default":
-            scaling = None
-        elif kind == "linear":
-            scaling, longest = LinearScaling(factor), stretch
-        elif kind == "dynamic":
-            scaling, longest = DynamicNtk(factor, c.max_position_embeddings), stretch
-        elif kind == "llama3":
-            scaling = Llama3(factor, float(p["low_freq_factor"]), float(p["high_freq_factor"]), original)
-        elif kind == "yarn":
-            fast, slow = float(p.get("beta_fast") or 32), float(p.get("beta_slow") or 1)
-            scaling = Yarn(factor, original, fast, slow, attention, p.get("mscale"), p.get("mscale_all_dim"), bool(p.get("truncate", True)))
-            longest = max(longest, int(original * factor))
-        elif kind in ("longrope", "su"):
-            scaling = LongRope(tuple(map(float, p["short_factor"])), tuple(map(float, p["long_factor"])), original, factor, attention)
-        else:
-            raise ValueError(f"config: rope_type is {kind!r}, expected default, linear, dynamic, llama3, yarn or longrope")
-    except KeyError as e:
-        raise ValueError(f"config: rope_parameters of type {kind!r} have no {e.args[0]!r}") from None
-    return Rope(dim, theta, longest, scaling)
+
+    def number(name: str, default: float | None = None) -> float:
+        if name not in p and default is None:
+            raise ValueError(f"config: rope_parameters of type {kind!r} have no {name!r}")
+        return _number(p, name, default, "config: rope_parameters")
+
+    def factors(name: str) -> tuple[float, ...]:
+        value = p.get(name)
+        if not isinstance(value, list) or not all(type(x) in (int, float) and x > 0 for x in value):
+            raise ValueError(f"config: rope_parameters: {name} is {value!r}, expected a list of positive numbers")
+        return tuple(map(float, value))
+
+    def maybe(name: str) -> float | None:
+        return number(name) if name in p else None
+
+    original = int(number("original_max_position_embeddings", longest))
+    scaling: Scaling | None
+    if kind == "default":
+        scaling = None
+    elif kind == "linear":
+        scaling = LinearScaling(number("factor"))
+        longest = int(longest * scaling.factor)
+    elif kind == "dynamic":
+        scaling = DynamicNtk(number("factor"), longest)
+        longest = int(longest * scaling.factor)
+    elif kind == "llama3":
+        scaling = Llama3(number("factor"), number("low_freq_factor"), number("high_freq_factor"), original)
+    elif kind == "yarn":
+        scaling = Yarn(
+            number("factor", longest / original), original, number("beta_fast", 32.0), number("beta_slow", 1.0),
+            maybe("attention_factor"), maybe("mscale"), maybe("mscale_all_dim"), bool(p.get("truncate", True)),
+        )  # fmt: skip
+        longest = max(longest, int(original * scaling.factor))
+    elif kind in ("longrope", "su"):
+        factor = number("factor", longest / original)
+        scaling = LongRope(factors("short_factor"), factors("long_factor"), original, factor, maybe("attention_factor"))
+    else:
+        raise ValueError(f"config: rope_type is {kind!r}, expected default, linear, dynamic, llama3, yarn or longrope")
+    _warn_unread((k for k in p if k not in _ROPE), "config: rope_parameters")
+    dim = int(c.head_dim * number("partial_rotary_factor", 1.0))
+    return Rope(dim, number("rope_theta", 1e4), longest, scaling)
 
 
 def decoder(c: SimpleNamespace, layer: Callable[[int], tuple[Sub, ...]], norm: Callable[[str], Norm], **fields: Any) -> Decoder:

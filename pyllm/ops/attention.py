@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyllm.ops.gemm import FLOATS
 from pyllm.ops.registry import check, define
 
 _DECODE_ROWS = 8  # query rows per sequence up to which a step is a decode (speculative steps included)
@@ -43,6 +44,8 @@ def paged_attention(
     max_q: the most query rows of any sequence, if the host knows it: a causal step of at most 8 rows is `decode_attention`, where that
     serves the shapes (D 64, 128 or 256, pages of a power of two from 16 tokens, 16-bit q).
     """
+    for name, value in (("window", window), ("softcap", softcap)):
+        check(value is None or value > 0, "paged_attention", name, f"is {value}, expected more than 0 (or None)")
     if max_q is not None and 1 <= max_q <= _DECODE_ROWS and causal and _decodes(q, k_cache):
         return torch.ops.pyllm.decode_attention(
             q, k_cache, v_cache, page_table, q_starts, kv_lens, scale, window or 0, softcap or 0.0,
@@ -60,9 +63,10 @@ def _decodes(q: Tensor, k_cache: Tensor) -> bool:
 
 def _check_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_starts: Tensor, kv_lens: Tensor, window: int, sinks: Tensor | None,
-    op: str = "paged_attention",
+    k_scale: Tensor | None, v_scale: Tensor | None, op: str = "paged_attention",
 ) -> None:  # fmt: skip
     check(q.dim() == 3, op, "q", f"has {q.dim()} dimensions, expected 3 [T, H, D]")
+    check(q.dtype in FLOATS, op, "q", f"is {q.dtype}, expected bfloat16, float16 or float32")
     check(k_cache.dim() == 4, op, "k_cache", f"has {k_cache.dim()} dimensions, expected 4 [pages, P, K, D]")
     check(v_cache.shape == k_cache.shape, op, "v_cache", f"has shape {tuple(v_cache.shape)}, expected {tuple(k_cache.shape)} like k_cache")
     check(k_cache.shape[3] == q.shape[2], op, "k_cache", f".size(3) is {k_cache.shape[3]}, expected D={q.shape[2]} (from q)")
@@ -86,6 +90,26 @@ def _check_attention(
     check(window >= 0, op, "window", f"is {window}, expected >= 1 (or None)")
     if sinks is not None:
         check(sinks.shape == q.shape[1:2], op, "sinks", f"has shape {tuple(sinks.shape)}, expected H={q.shape[1]} (from q)")
+        check(sinks.is_floating_point(), op, "sinks", f"is {sinks.dtype}, expected a floating-point type")
+    for name, s in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if s is not None:
+            check(s.dtype == torch.float32, op, name, f"is {s.dtype}, expected float32")
+            heads = k_cache.shape[2]
+            check(s.shape in ((1,), (heads,)), op, name, f"has shape {tuple(s.shape)}, expected 1 or K={heads} (from k_cache)")
+
+
+def _check_values(q: Tensor, k_cache: Tensor, page_table: Tensor, starts: list[int], lens: list[int]) -> None:
+    """What only the reference can see without a sync: numbers inside the index tensors."""
+    op, most = "paged_attention", page_table.shape[1] * k_cache.shape[1]
+    rising = starts == sorted(starts) and 0 <= starts[0] and starts[-1] <= q.shape[0]
+    check(rising, op, "q_starts", f"is {starts}, expected rising numbers from 0 to T={q.shape[0]}")
+    for i, length in enumerate(lens):
+        n = starts[i + 1] - starts[i]
+        if n and length:  # a padded sequence has a row and no keys
+            check(n <= length, op, "kv_lens", f"[{i}] is {length}, expected at least the sequence's {n} query rows")
+            check(length <= most, op, "kv_lens", f"[{i}] is {length}, expected at most the {most} tokens of a page_table row")
+            for page in page_table[i, : -(-length // k_cache.shape[1])].tolist():
+                check(0 <= page < k_cache.shape[0], op, "page_table", f"[{i}] holds page {page}, expected 0..{k_cache.shape[0] - 1}")
 
 
 def _softmax(s: Tensor, softcap: float, seen: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -109,10 +133,11 @@ def _attention_reference(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_starts: Tensor, kv_lens: Tensor, scale: float, causal: bool = True,
     window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check_attention(q, k_cache, v_cache, page_table, q_starts, kv_lens, window, sinks)
+    _check_attention(q, k_cache, v_cache, page_table, q_starts, kv_lens, window, sinks, k_scale, v_scale)
     heads, kv_heads, page, dim = q.shape[1], k_cache.shape[2], k_cache.shape[1], q.shape[2]
     out, lse = torch.zeros_like(q, memory_format=torch.contiguous_format), torch.full(q.shape[:2], float("-inf"))
     starts, lens = q_starts.tolist(), kv_lens.tolist()
+    _check_values(q, k_cache, page_table, starts, lens)
     sink = None if sinks is None else sinks.view(kv_heads, heads // kv_heads, 1, 1)
     for i, length in enumerate(lens):
         rows = slice(starts[i], starts[i + 1])
@@ -122,7 +147,6 @@ def _attention_reference(
         if length == 0:  # a padded sequence: its rows see no key
             lse[rows] = float("-inf") if sinks is None else sinks.float()
             continue
-        check(n <= length, "paged_attention", "kv_lens", f"[{i}] is {length}, expected at least the sequence's {n} query rows")
         pages = page_table[i, : -(-length // page)].long()
         k, v = (
             _dequantize(c[pages].flatten(0, 1)[:length], s, torch.float32).transpose(0, 1)
@@ -142,7 +166,7 @@ def _attention_composition(
     window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Static shapes and no host sync (graph-safe). Each token meets the keys of its own sequence, gathered per chunk of tokens."""
-    _check_attention(q, k_cache, v_cache, page_table, q_starts, kv_lens, window, sinks)
+    _check_attention(q, k_cache, v_cache, page_table, q_starts, kv_lens, window, sinks, k_scale, v_scale)
     tokens, heads, dim = q.shape
     (batch, width), (pages, page, kv_heads, _) = page_table.shape, k_cache.shape
     keys, device = width * page, q.device
@@ -180,7 +204,7 @@ def _attention_fake(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_starts: Tensor, kv_lens: Tensor, scale: float, causal: bool = True,
     window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check_attention(q, k_cache, v_cache, page_table, q_starts, kv_lens, window, sinks)
+    _check_attention(q, k_cache, v_cache, page_table, q_starts, kv_lens, window, sinks, k_scale, v_scale)
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 

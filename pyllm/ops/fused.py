@@ -1,7 +1,7 @@
 """Element-wise ops around the GEMMs: activations, gated activations, the logit soft cap and the token embedding.
 
-All of them compute in fp32 and round once to the output dtype. Rows may be strided; a row starts at a multiple of 16 bytes and
-its length is a multiple of 8 elements, because the kernels move 16 bytes per access and have no slow path.
+All of them compute in fp32 and round once to the output dtype. Rows may be strided. But for softcap, whose vocabularies are odd, a
+row starts at a multiple of 16 bytes and its length is a multiple of 8 elements: the kernels move 16 bytes per access.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from pyllm.ops.registry import check, define
 
 ACTS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 """Names of the activations and their numbers in the op schemas."""
+
+MAX_VOCAB = 2**27
+"""Columns of softcap at most."""
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -92,15 +95,16 @@ def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
     """Soft limit of logits: `out = round(cap * tanh(x / cap))`.
 
     Args:
-        x: `[T, V]` bf16, fp16 or fp32 rows; V a multiple of 8; rows may be strided by a multiple of 16 bytes.
+        x: `[T, V]` bf16, fp16 or fp32 rows; any V from 1 to 2^27; rows may start at any element and have any stride.
         cap: finite and positive.
 
     Returns:
         `[T, V]` of x.dtype, contiguous; +-inf give +-cap, NaN stays NaN. fp32 inside, rounded once; the kernel's own error is
-        below 2^-10.9 of the result for bf16 (hardware tanh) and a few fp32 roundings for fp16 and fp32.
+        below 2^-10.9 of the result for bf16 (hardware tanh) and a dozen fp32 roundings for fp16 and fp32. Fastest where the rows lie
+        end to end, or start and end at multiples of 16 bytes.
 
     Raises:
-        ValueError (RuntimeError on CUDA): wrong number of dimensions, dtype, width, alignment or cap.
+        ValueError (RuntimeError on CUDA): wrong number of dimensions, dtype, width, stride of a row's elements or cap.
 
     Source: Gemma Team 2024, "Gemma 2", section 2.
     """
@@ -174,7 +178,11 @@ def _act_mul_fake(x: torch.Tensor, act: int) -> torch.Tensor:
 
 
 def _check_softcap(x: torch.Tensor, cap: float) -> None:
-    check_rows("softcap", "x", x)
+    op, name = "softcap", "x"
+    check(x.dim() == 2, op, name, f"has {x.dim()} dimensions, expected 2")
+    check_dtype(op, name, x, FLOATS)
+    check(x.shape[1] <= 1 or x.stride(1) == 1, op, name, f".stride(1) is {x.stride(1)}, expected 1")
+    check(1 <= x.shape[1] <= MAX_VOCAB, op, name, f".size(1) is {x.shape[1]}, expected 1 to {MAX_VOCAB}")
     check(0.0 < cap < math.inf, "softcap", "cap", f"is {cap:g}, expected finite and > 0")
 
 

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from pyllm.ops.registry import check, define
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`y[t, n] = sum_k x[t, k] * weight[n, k] + bias[n]`.
@@ -22,6 +24,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     op = "linear"
     check(x.dim() == 2, op, "x", f"has {x.dim()} dimensions, expected 2")
+    check(x.dtype in FLOATS, op, "x", f"is {x.dtype}, expected bfloat16, float16 or float32")
     check(weight.dim() == 2, op, "weight", f"has {weight.dim()} dimensions, expected 2")
     check(weight.shape[1] == x.shape[1], op, "weight", f".size(1) is {weight.shape[1]}, expected K={x.shape[1]} (from x)")
     check(weight.dtype == x.dtype, op, "weight", f"is {weight.dtype}, expected {x.dtype} like x")

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyllm.ops.fused import ACTS, act_mul
+from pyllm.ops.gemm import FLOATS
 from pyllm.ops.registry import check, define
 
 SCORING = {"softmax": 0, "topk_softmax": 1, "sigmoid": 2}
@@ -29,18 +30,21 @@ def route_experts(
     return torch.ops.pyllm.route_experts(logits, top_k, SCORING[scoring], renormalize, bias, scale)
 
 
-def _check_route(logits: Tensor, top_k: int, bias: Tensor | None) -> None:
+def _check_route(logits: Tensor, top_k: int, scoring: int, bias: Tensor | None) -> None:
     op = "route_experts"
     check(logits.dim() == 2, op, "logits", f"has {logits.dim()} dimensions, expected 2")
+    check(logits.dtype in FLOATS, op, "logits", f"is {logits.dtype}, expected bfloat16, float16 or float32")
+    check(0 <= scoring < len(SCORING), op, "scoring", f"is {scoring}, expected 0..{len(SCORING) - 1}")
     check(1 <= top_k <= logits.shape[1], op, "top_k", f"is {top_k}, expected 1..E={logits.shape[1]}")
     if bias is not None:
         check(bias.shape == logits.shape[1:], op, "bias", f"has shape {tuple(bias.shape)}, expected E={logits.shape[1]} (from logits)")
+        check(bias.dtype == torch.float32, op, "bias", f"is {bias.dtype}, expected float32")
 
 
 def _route_reference(
     logits: Tensor, top_k: int, scoring: int, renormalize: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    _check_route(logits, top_k, bias)
+    _check_route(logits, top_k, scoring, bias)
     x = logits.float()
     score = (x.softmax(-1), x, x.sigmoid())[scoring]
     ids = (score if bias is None else score + bias).sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -53,7 +57,7 @@ def _route_reference(
 
 
 def _route_fake(logits: Tensor, top_k: int, scoring: int, renormalize: bool, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    _check_route(logits, top_k, bias)
+    _check_route(logits, top_k, scoring, bias)
     shape = (logits.shape[0], top_k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
@@ -70,12 +74,19 @@ def moe_experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor
     return torch.ops.pyllm.moe_experts(x, w13, w2, ids, weights, ACTS[act])
 
 
-def _check_experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor) -> None:
+def _check_experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: int) -> None:
     op = "moe_experts"
     check(x.dim() == 2, op, "x", f"has {x.dim()} dimensions, expected 2")
     check(w13.dim() == 3 and w13.shape[2] == x.shape[1], op, "w13", f"has shape {tuple(w13.shape)}, expected [E, 2F, N={x.shape[1]}]")
+    check(w13.shape[1] % 16 == 0, op, "w13", f".size(1) is {w13.shape[1]}, expected 2F, a multiple of 16")
     want = (w13.shape[0], x.shape[1], w13.shape[1] // 2)
     check(tuple(w2.shape) == want, op, "w2", f"has shape {tuple(w2.shape)}, expected {want} (from x, w13)")
+    check(x.dtype in FLOATS, op, "x", f"is {x.dtype}, expected bfloat16, float16 or float32")
+    for name, w in (("w13", w13), ("w2", w2)):
+        check(w.dtype == x.dtype, op, name, f"is {w.dtype}, expected {x.dtype} like x")
+    check(ids.dtype == torch.int32, op, "ids", f"is {ids.dtype}, expected int32")
+    check(weights.dtype == torch.float32, op, "weights", f"is {weights.dtype}, expected float32")
+    check(0 <= act < len(ACTS), op, "act", f"is {act}, expected 0..{len(ACTS) - 1}")
     check(ids.dim() == 2 and ids.shape[0] == x.shape[0], op, "ids", f"has shape {tuple(ids.shape)}, expected [T={x.shape[0]}, top_k]")
     check(ids.shape == weights.shape, op, "weights", f"has shape {tuple(weights.shape)}, expected {tuple(ids.shape)} (from ids)")
 
@@ -86,9 +97,10 @@ def _expert(x: Tensor, w13: Tensor, w2: Tensor, act: int) -> Tensor:
 
 
 def _experts_reference(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: int) -> Tensor:
-    _check_experts(x, w13, w2, ids, weights)
+    _check_experts(x, w13, w2, ids, weights, act)
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for e in ids.unique().tolist():
+        check(0 <= e < w13.shape[0], "moe_experts", "ids", f"holds {e}, expected 0..E-1={w13.shape[0] - 1}")
         token, choice = (ids == e).nonzero(as_tuple=True)
         y.index_add_(0, token, weights[token, choice, None].float() * _expert(x[token], w13[e], w2[e], act).float())
     return y.to(x.dtype)
@@ -97,7 +109,7 @@ def _experts_reference(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights:
 def _experts_composition(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: int) -> Tensor:
     """No host sync, so every expert sees every token with weight 0 where it was not chosen: right under graphs, E / top_k times the
     work."""
-    _check_experts(x, w13, w2, ids, weights)
+    _check_experts(x, w13, w2, ids, weights, act)
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for e in range(w13.shape[0]):
         gate = torch.where(ids == e, weights.float(), 0.0).sum(-1, keepdim=True)
@@ -106,7 +118,7 @@ def _experts_composition(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weight
 
 
 def _experts_fake(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: int) -> Tensor:
-    _check_experts(x, w13, w2, ids, weights)
+    _check_experts(x, w13, w2, ids, weights, act)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

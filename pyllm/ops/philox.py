@@ -21,10 +21,10 @@ def _multiply(constant: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
-def philox4x32(counter: tuple[torch.Tensor, ...], key: tuple[int, int]) -> torch.Tensor:
+def philox4x32(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor | int, torch.Tensor | int]) -> torch.Tensor:
     """Four 32-bit words per counter.
 
-    counter: four int64 tensors that broadcast, each value in [0, 2^32). key: two values in [0, 2^32).
+    counter: four int64 tensors that broadcast, each value in [0, 2^32). key: two such tensors or numbers.
     Returns int64 [..., 4], values in [0, 2^32).
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
@@ -37,12 +37,15 @@ def philox4x32(counter: tuple[torch.Tensor, ...], key: tuple[int, int]) -> torch
     return torch.stack((c0, c1, c2, c3), dim=-1)
 
 
-def exponentials(tokens: torch.Tensor, seed: int, index: int, position: int) -> torch.Tensor:
+def exponentials(tokens: torch.Tensor, seed: torch.Tensor | int, index: torch.Tensor | int, position: torch.Tensor | int) -> torch.Tensor:
     """One standard exponential per token id, fp64: E = -ln(1 - u), u = (r + 1/2) / 2^32.
 
     r is word (token % 4) of Philox with key = seed and counter = (token // 4, index, position, 0); so 2^-33 < E < 22.9.
+    seed, index, position: numbers, or int64 tensors that broadcast with tokens ([B, 1] gives [B, V]).
     """
-    fixed = [torch.tensor(v & MASK, dtype=torch.int64, device=tokens.device) for v in (index, position, 0)]
-    words = philox4x32((tokens.long() >> 2, *fixed), (seed & MASK, (seed >> 32) & MASK))
-    r = words.gather(-1, (tokens.long() & 3).unsqueeze(-1)).squeeze(-1)
+    tokens = tokens.long()
+    seed, index, position = (torch.as_tensor(v, dtype=torch.int64, device=tokens.device) for v in (seed, index, position))
+    counter = (tokens >> 2, index & MASK, position & MASK, torch.zeros_like(tokens))
+    words = philox4x32(counter, (seed & MASK, (seed >> 32) & MASK))
+    r = words.gather(-1, (tokens & 3).expand(words.shape[:-1]).unsqueeze(-1)).squeeze(-1)
     return -torch.log1p(-(r.double() + 0.5) / 2.0**32)

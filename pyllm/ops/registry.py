@@ -28,7 +28,13 @@ class OpInfo:
 
 
 def define(
-    schema: str, *, stem: str, public: str, reference: Callable[..., Any], fake: Callable[..., Any], composition: Callable[..., Any] | None = None
+    schema: str,
+    *,
+    stem: str,
+    public: str,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    composition: Callable[..., Any] | None = None,
 ) -> None:
     """Register `torch.ops.pyllm.<name>`.
 

@@ -62,7 +62,7 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top_n: int = 0) -
       top_logprobs  fp32 [B, top_n] and top_tokens int32 [B, top_n]: in (logit descending, id ascending) order; places past V hold -inf, -1.
     A row that holds a NaN or no finite logit gives NaN, rank 0, and top entries NaN, -1. A token outside [0, V) (the -1 of such a row)
     gives NaN and rank 0. Logits of +inf beside finite ones share the probability equally; all others get -inf.
-    Rounding: fp32 exponentials, sums in an order that depends on V alone; |error of logprob| <= 2^-19 + 2^-22 * |logprob|.
+    Rounding: fp32 exponentials, sums in an order that depends on V alone; |error of logprob| <= 2^-17 + 2^-22 * |logprob|.
     Errors: ValueError (RuntimeError from CUDA) "token_logprobs: <argument> ...".
     """
     logprob, rank, top_logprobs, top_tokens = torch.ops.pyllm.token_logprobs(logits, tokens, top_n)
@@ -81,6 +81,7 @@ def _check_row_argument(t: torch.Tensor, logits: torch.Tensor, op: str, name: st
     check(t.dim() == 1, op, name, f"has {t.dim()} dimensions, expected 1")
     check(t.shape[0] == logits.shape[0], op, name, f".size(0) is {t.shape[0]}, expected B={logits.shape[0]} (from logits)")
     check(t.dtype == dtype, op, name, f"is {_name(t.dtype)}, expected {_name(dtype)}")
+    check(t.shape[0] <= 1 or t.stride(0) == 1, op, name, f".stride(0) is {t.stride(0)}, expected 1")
     check(t.device == logits.device, op, name, f"is on {t.device}, expected {logits.device}")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyllm.runtime.batch import Batch
 from pyllm.runtime.host import BlockPool
 from pyllm.runtime.kv import KvPool, SlotSizes, free_bytes, page_bytes
-from pyllm.runtime.params import SamplingParams
+from pyllm.runtime.params import SamplingParams, id_tuple
 from pyllm.runtime.request import Request, TokenLogprob
 from pyllm.runtime.sample import logprobs_of, sample
 from pyllm.runtime.schedule import Scheduler
@@ -58,13 +58,19 @@ class Engine:
         kv_scales: Mapping[int, tuple[Tensor, Tensor]] | None = None,
         eos_ids: Iterable[int] = (),
     ) -> None:
-        for name, value in (("max_batch", max_batch), ("chunk", chunk)):
-            if value < 1:
-                raise ValueError(f"Engine: {name} is {value}, expected at least 1")
-        self.spec, self.device, self.eos_ids = spec, torch.device(device), frozenset(eos_ids)
+        sizes = {"max_batch": max_batch, "chunk": chunk, "page_size": page_size, "pages": pages, "max_tokens": max_tokens}
+        for name, value in sizes.items():
+            given = value is not None or name in ("max_batch", "chunk", "page_size")
+            if given and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"Engine: {name} is {value!r}, expected an integer, at least 1")
+        self.spec, self.device, self.eos_ids = spec, torch.device(device), frozenset(id_tuple("Engine: eos_ids", eos_ids))
         if self.device.type not in POOL_SHARE:
             raise ValueError(f"Engine: device is {self.device}, expected cpu or cuda")
         kv_dtype = kv_dtype or dtype
+        if kv_dtype not in (dtype, torch.float8_e4m3fn):
+            raise ValueError(f"Engine: kv_dtype is {kv_dtype}, expected {dtype} like dtype, or torch.float8_e4m3fn")
+        if not isinstance(weights, Mapping) and not callable(weights):
+            raise ValueError(f"Engine: weights is {weights!r}, expected a mapping of tensors or a bound module")
         self.module = _bind(spec, weights, self.device, dtype) if isinstance(weights, Mapping) else weights
         max_pages = -(-spec.max_positions // page_size)
         count = self._pool_pages(pages, max_tokens, page_size, kv_dtype, max_batch * max_pages)
@@ -74,7 +80,7 @@ class Engine:
         self._buffers = StepBuffers(
             max_tokens=max_batch + chunk,
             max_batch=max_batch,
-            max_pages=max_pages,
+            max_pages=min(max_pages, count - 1),  # no request can hold more than the pool has
             page_size=page_size,
             pages=count,
             vocab=spec.vocab_size,
@@ -90,8 +96,6 @@ class Engine:
         if pages is not None:
             return pages
         if max_tokens is not None:
-            if max_tokens < 1:
-                raise ValueError(f"Engine: max_tokens is {max_tokens}, expected at least 1")
             return -(-max_tokens // page_size) + 1
         share = int(free_bytes(self.device) * POOL_SHARE[self.device.type])
         return min(most + 1, max(share // max(size, 1), 2), (2**31 - 1) // page_size)
@@ -102,7 +106,11 @@ class Engine:
 
     def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> Request:
         """Queue a request. ValueError for one that can never run: a prompt that is empty or too long, a bad id, too few pages."""
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"submit: params is {params!r}, expected SamplingParams")
+        if not isinstance(prompt_token_ids, Iterable):
+            raise ValueError(f"submit: the prompt is {prompt_token_ids!r}, expected token ids")
         prompt, vocab, limit = list(prompt_token_ids), self.spec.vocab_size, self.spec.max_positions
         if not prompt:
             raise ValueError("submit: the prompt is empty, expected at least one token")
@@ -111,9 +119,9 @@ class Engine:
                 f"submit: the prompt has {len(prompt)} tokens, expected at most {limit - 1} (the context is {limit} positions)"
             )
         for name, ids in (("the prompt", prompt), ("stop_token_ids", params.stop_token_ids)):
-            bad = next((i for i in ids if isinstance(i, bool) or not isinstance(i, (int, np.integer)) or not 0 <= i < vocab), None)
-            if bad is not None:
-                raise ValueError(f"submit: {name} holds {bad!r}, expected token ids from 0 to {vocab - 1}")
+            bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, (int, np.integer)) or not 0 <= i < vocab]
+            if bad:
+                raise ValueError(f"submit: {name} holds {bad[0]!r}, expected token ids from 0 to {vocab - 1}")
         request = Request(self._next_id, [int(i) for i in prompt], params)
         request.logprobs = None if params.logprobs is None else []
         request.tokens = np.zeros(min(len(prompt) + params.max_tokens, limit), np.int32)
@@ -132,6 +140,8 @@ class Engine:
     def abort(self, request: Request) -> None:
         """End a request now and give its pages back; nothing happens when it has ended already."""
         if not request.finished:
+            if not self._scheduler.knows(request):
+                raise ValueError(f"abort: request {request.request_id} is not one of this engine's")
             self._finish(request, "abort")
 
     def step(self) -> list[Request]:

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from pyllm.layers.bind import DTYPES
 from pyllm.layers.decoder import Decoder
 from pyllm.layers.formats import QuantPlan, resolve
-from pyllm.layers.linear import Linear
-from pyllm.layers.spec import Spec, join, walk
+from pyllm.layers.linear import Linear, check_plan
+from pyllm.layers.spec import Spec, join, need_sizes, walk
 from pyllm.runtime.costs import GPUS, Context, Row, edge_rows, product, rows
 
 
@@ -95,9 +96,12 @@ def explain(
     """
     if gpu not in GPUS:
         raise ValueError(f"explain: gpu is {gpu!r}, expected one of {', '.join(GPUS)}")
-    for name, value in (("batch", batch), ("new", new), ("tp", tp)):
-        if value < 1:
-            raise ValueError(f"explain: {name} is {value}, expected at least 1")
+    if not isinstance(spec, Decoder):
+        raise ValueError(f"explain: spec is a {type(spec).__name__}, expected a Decoder")
+    need_sizes("explain", batch=batch, new=new, tp=tp, context=context)
+    if dtype not in DTYPES:
+        raise ValueError(f"explain: dtype is {dtype!r}, expected torch.bfloat16, torch.float16 or torch.float32")
+    check_plan("explain", spec, quant)
     if context < new:
         raise ValueError(f"explain: context is {context}, expected at least new={new}")
     ctx = Context(batch, context, new, tp, quant, fuse, dtype.itemsize, (kv_dtype or dtype).itemsize, GPUS[gpu])
@@ -123,7 +127,8 @@ def _moved(row: Row, at: str) -> Row:
 def _head_rows(spec: Decoder, ctx: Context) -> Iterator[Row]:
     """The head sees one row per sequence."""
     tied = Linear(spec.embed.d, (spec.embed.weights()["weight"].parts[0],), "col")
-    yield from (_moved(r, "head") for r in rows(spec.head or tied, ctx, ""))
+    # a tied head multiplies by the embedding itself, which no quant plan changes
+    yield from (_moved(r, "head") for r in rows(spec.head or tied, ctx if spec.head else replace(ctx, quant=()), ""))
     if spec.logit_softcap:
         yield ctx.row("head", f"softcap {spec.logit_softcap:g}", "softcap", 2 * ctx.batch * spec.vocab_size * ctx.item)
     yield ctx.row("head", "choose the token", "sample_tokens", ctx.batch * spec.vocab_size * ctx.item)

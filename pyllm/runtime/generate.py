@@ -45,6 +45,8 @@ def generate(model, prompts, params=None, *, raw=False):
     params: one for all, or one per prompt. raw: no chat template. A prompt that fails while running comes back with finish_reason "error";
     one that can never run is a ValueError, and none is run.
     """
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"generate: prompts is {prompts!r}, expected a string, or a list of strings or of lists of token ids")
     many = [prompts] if isinstance(prompts, str) else list(prompts)
     if any(isinstance(p, int) for p in many):
         raise ValueError("generate: prompts is a list of numbers, expected a string, or a list of strings or of lists of token ids")

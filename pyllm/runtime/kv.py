@@ -57,6 +57,9 @@ class KvPool:
             raise MemoryError(
                 f"KvPool: {pages} pages of {page_size} tokens take {show_bytes(self.bytes)}, {show_bytes(free)} are free on {self.device}"
             )
+        unknown = sorted(set(scales or {}) - set(slots))
+        if unknown:
+            raise ValueError(f"KvPool: scales has slot {unknown[0]}, expected some of {', '.join(map(str, slots))}")
         self.caches = {number: self._cache(number, slot, dict(scales or {})) for number, slot in slots.items()}
 
     def _cache(self, number: int, slot: SlotSizes, scales: dict[int, tuple[Tensor, Tensor]]) -> KvCache:

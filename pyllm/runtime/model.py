@@ -44,6 +44,8 @@ class LoadedModel:
 
     def encode(self, prompt: str | Sequence[int], *, raw: bool = False) -> list[int]:
         """Token ids of a prompt. Text goes through the chat template as a user's message where the model has one, unless `raw`."""
+        if not isinstance(prompt, Sequence):
+            raise ValueError(f"encode: the prompt is {prompt!r}, expected text or token ids")
         if not isinstance(prompt, str):
             return list(prompt)
         if raw or self.checkpoint.chat_template is None:
@@ -82,10 +84,20 @@ def load_model(
     where = pick_device(device)
     kind = pick_dtype(dtype, where, checkpoint.config)
     spec = spec_from_config(checkpoint.config)
+    _check_tied(checkpoint, spec)
     with _progress(len(checkpoint.tensors), f"loading {checkpoint.name}", progress) as advance:
         module = bind(spec, checkpoint.tensors, device=where, dtype=kind, progress=advance)
     arguments: dict[str, Any] = {"chunk": CHUNK[where.type], "eos_ids": checkpoint.eos_ids} | engine
     return LoadedModel(checkpoint.name, spec, Engine(spec, module, device=where, dtype=kind, **arguments), checkpoint, checkpoint.tokenizer)
+
+
+def _check_tied(checkpoint: Checkpoint, spec: Decoder) -> None:
+    """A head beside a config that says it is tied: stored twice is fine, another one must not be dropped unsaid."""
+    tensors = checkpoint.tensors
+    if spec.head is None and "lm_head.weight" in tensors:
+        head, embed = tensors["lm_head.weight"], tensors[f"{spec.embed.name}.weight"]
+        if head.shape != embed.shape or not torch.equal(head, embed):
+            raise ValueError(f"{checkpoint.path}: tie_word_embeddings is set, but lm_head.weight differs from {spec.embed.name}.weight")
 
 
 def open_model_files(path: str | Path) -> Checkpoint:
@@ -93,6 +105,8 @@ def open_model_files(path: str | Path) -> Checkpoint:
     from pyllm.load.checkpoint import open_checkpoint
     from pyllm.load.demo import demo_model_path
 
+    if not isinstance(path, (str, Path)) or not str(path):
+        raise ValueError(f"model is {path!r}, expected a directory, a .gguf file or demo")
     return open_checkpoint(demo_model_path() if str(path) == "demo" else path)
 
 
@@ -103,7 +117,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         found = torch.device(device)
     except RuntimeError:
         raise ValueError(f"device is {device!r}, expected cpu, cuda or cuda:N") from None
-    if found.type not in ("cpu", "cuda"):
+    if found.type not in ("cpu", "cuda") or (found.type == "cpu" and found.index):
         raise ValueError(f"device is {str(device)!r}, expected cpu, cuda or cuda:N")
     if found.type == "cuda":
         if not torch.cuda.is_available():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ class SamplingParams:
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        object.__setattr__(self, "stop_token_ids", _id_tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", id_tuple("SamplingParams: stop_token_ids", self.stop_token_ids))
         self._real("temperature", "a finite number, 0 or more", lambda v: v >= 0)
         self._integer("top_k", 0, 2**31 - 1)
         self._real("top_p", "more than 0, at most 1", lambda v: 0 < v <= 1)
@@ -64,9 +65,12 @@ class SamplingParams:
             raise ValueError(f"SamplingParams: {name} is {value!r}, expected an integer from {low} to {high}")
 
 
-def _id_tuple(ids: Any) -> tuple[int, ...]:
+def id_tuple(where: str, ids: Any) -> tuple[int, ...]:
+    """Token ids, or one, as a tuple; the error begins with `where`."""
+    if not isinstance(ids, Iterable | int):
+        raise ValueError(f"{where} is {ids!r}, expected token ids")
     values = (ids,) if isinstance(ids, int) else tuple(ids)
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"SamplingParams: stop_token_ids holds {value!r}, expected token ids")
+            raise ValueError(f"{where} holds {value!r}, expected token ids")
     return values

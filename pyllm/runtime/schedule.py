@@ -69,6 +69,9 @@ class Scheduler:
             request.timing.admitted = time.perf_counter()
             self.running.append(self.waiting.popleft())
 
+    def knows(self, request: Request) -> bool:
+        return request in self.running or request in self.waiting
+
     def release(self, request: Request) -> None:
         """Forget a request, wherever it is, and give its pages back."""
         if request in self.running:

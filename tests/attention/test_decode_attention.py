@@ -120,9 +120,9 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "H": ({"q": zeros(4, 3, 64)}, r"q has H=3 heads, expected a multiple of K=2"),
     "max_q": ({"max_q": 65}, r"max_q is 65, expected 1 to 64"),
     "sinks": ({"sinks": zeros(4)}, r"sinks is .*bfloat16, expected float32"),
-    "k_scale": ({"k_scale": zeros(3, dtype=FP32)}, r"k_scale has 3 elements in 1 dimensions, expected \[1\] or \[K=2\]"),
-    "window": ({"window": -1}, r"window is -1, expected >= 1"),
-    "softcap": ({"softcap": -1.0}, r"softcap is -1(\.0)?, expected finite and > 0"),
+    "k_scale": ({"k_scale": zeros(3, dtype=FP32)}, r"k_scale has .*, expected .*K=2"),
+    "window": ({"window": -1}, r"window is -1, expected more than 0"),
+    "softcap": ({"softcap": -1.0}, r"softcap is -1\.0, expected more than 0"),
 }
 
 
@@ -133,7 +133,8 @@ def test_errors(case: str, device: str) -> None:
     change, message = ERRORS[case]
     args = dict(zip(names, arguments()[:6], strict=True)) | {"scale": 0.2, "max_q": 2} | change
     moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in args.items()}
-    with pytest.raises(RuntimeError if device == "cuda" else ValueError, match=f"decode_attention: {message}"):
+    native = device == "cuda" and case not in ("window", "softcap")  # those two are seen before the dispatch
+    with pytest.raises(RuntimeError if native else ValueError, match=f"decode_attention: {message}"):
         ops.decode_attention(**moved)
 
 

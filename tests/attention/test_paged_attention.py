@@ -146,7 +146,12 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "starts": ({"q_starts": torch.zeros(2, dtype=torch.int32)}, r"q_starts \.size\(0\) is 2, expected B\+1=3"),
     "lens": ({"kv_lens": torch.zeros(3, dtype=torch.int32)}, r"kv_lens \.size\(0\) is 3, expected B=2"),
     "sinks": ({"sinks": torch.zeros(3)}, r"sinks has shape \(3,\), expected H=4"),
-    "window": ({"window": -1}, r"window is -1, expected >= 1 \(or None\)"),
+    "window": ({"window": -1}, r"window is -1, expected more than 0 \(or None\)"),
+    "no window": ({"window": 0}, r"window is 0, expected more than 0 \(or None\)"),
+    "softcap": ({"softcap": -1.0}, r"softcap is -1\.0, expected more than 0 \(or None\)"),
+    "k_scale": ({"k_scale": torch.ones(3)}, r"k_scale has shape \(3,\), expected 1 or K=2"),
+    "v_scale": ({"v_scale": torch.ones(2).half()}, r"v_scale is torch\.float16, expected float32"),
+    "q dtype": ({"q": torch.zeros(3, 4, 8, dtype=torch.int32)}, r"q is torch\.int32, expected bfloat16"),
 }
 
 
@@ -161,6 +166,23 @@ def test_errors(case: str, device: str) -> None:
     args = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in (good | change).items()}
     with pytest.raises(ValueError, match=f"paged_attention: {message}"):
         ops.paged_attention(**args)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"page_table": [[4], [0]]}, r"page_table \[0\] holds page 4, expected 0\.\.3"),
+        ({"page_table": [[0], [-1]]}, r"page_table \[1\] holds page -1"),
+        ({"kv_lens": [1, 17]}, r"kv_lens \[1\] is 17, expected at most the 16 tokens of a page_table row"),
+        ({"q_starts": [0, 1, 4]}, r"q_starts is \[0, 1, 4\], expected rising numbers from 0 to T=3"),
+        ({"q_starts": [0, 3, 1]}, r"q_starts is \[0, 3, 1\]"),
+    ],
+)
+def test_the_reference_reads_nothing_outside_the_cache(change: dict[str, Any], message: str) -> None:
+    cache = torch.zeros(4, 16, 2, 8)
+    index = {"page_table": [[0], [1]], "q_starts": [0, 1, 3], "kv_lens": [1, 2]} | change
+    with pytest.raises(ValueError, match=f"paged_attention: {message}"):
+        ops.paged_attention(torch.zeros(3, 4, 8), cache, cache, **{k: torch.tensor(v).int() for k, v in index.items()}, scale=1.0)
 
 
 def test_fewer_keys_than_queries_is_an_error() -> None:

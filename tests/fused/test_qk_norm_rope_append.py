@@ -176,6 +176,12 @@ LARGE = [
     Shape(T=1000, H=16, K=8, D=256, R=256, fp8=True),
     Shape(T=1000, H=9, K=3, D=80, R=20),
     Shape(T=700, H=9, K=3, D=128, R=128, dtype=FP32),
+    # Kinds that fill no whole pass of a warp, rows of more passes than a CTA takes, Q alone, one of the norms alone.
+    Shape(T=2500, H=13, K=3, D=128, R=128, norm="k", P=64),
+    Shape(T=1200, H=40, K=40, D=128, R=128, norm="q", weight_dtype=BF16),
+    Shape(T=1800, H=15, K=1, D=64, R=64, norm="", fp8=True, scales="1"),
+    Shape(T=1500, H=10, K=0, D=256, R=256, dtype=FP16, weight_dtype=FP16),
+    Shape(T=3000, H=7, K=5, D=64, R=64, fp8=True, scales="K", dtype=FP16),
 ]
 
 
@@ -207,6 +213,17 @@ def test_row_alone(s: Shape) -> None:
             if slot >= 0:
                 at = slot // s.P, slot % s.P
                 assert_same(inputs.args[name][at], all_of_it[at], f"{name} of token {t}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("s", [SHAPES[2], LARGE[1]], ids=str)
+def test_weights_at_any_element(s: Shape) -> None:
+    """Weights that start between multiples of 16 bytes give the values of aligned ones."""
+    inputs = make(s, "cuda")
+    for name in ("q_weight", "k_weight"):
+        weight = inputs.args[name]
+        inputs.args[name] = torch.cat((weight[:1], weight))[1:]
+    check(inputs, inputs.run())
 
 
 @pytest.mark.gpu

@@ -38,6 +38,7 @@ def test_errors(device: str) -> None:
     x, w = torch.zeros(3, 16, device=device), torch.zeros(8, 16, device=device)
     for args, message in (
         ((x[0], w), "x has 1 dimensions, expected 2"),
+        ((x.int(), w.int()), r"x is torch\.int32, expected bfloat16, float16 or float32"),
         ((x, w[0]), "weight has 1 dimensions, expected 2"),
         ((x, w[:, :8]), r"weight \.size\(1\) is 8, expected K=16 \(from x\)"),
         ((x, w.bfloat16()), r"weight is torch\.bfloat16, expected torch\.float32 like x"),

@@ -100,7 +100,7 @@ def test_explain_lists_the_ops_that_run(fuse: bool) -> None:
 def test_errors() -> None:
     for options, message in (
         ({"gpu": "b200"}, "gpu is 'b200', expected one of h200"),
-        ({"batch": 0}, "batch is 0, expected at least 1"),
+        ({"batch": 0}, "batch is 0, expected a positive integer"),
         ({"context": 3, "new": 4}, "context is 3, expected at least new=4"),
     ):
         with pytest.raises(ValueError, match=f"explain: {message}"):

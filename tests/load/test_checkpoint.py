@@ -53,6 +53,9 @@ def test_a_directory(tmp_path: Path) -> None:
     assert got.tokenizer.encode("ab</s>") == [3, 4, 1]
     assert (got.bos_token, got.eos_token) == ("<s>", "</s>")
     assert got.render_chat([{"content": "hi"}]) == "<s>hi"
+    for bad in ("hi", [1]):
+        with pytest.raises(ValueError, match="render_chat: messages is .*, expected a list of objects"):
+            got.render_chat(bad)
     assert got.render_chat([{"content": "hi"}], bos_token="-") == "-hi"
 
 

@@ -57,6 +57,13 @@ def test_cuda() -> None:
     assert_close(got, formula(*args), atol=4 * EPS[torch.bfloat16] * 100)
 
 
+@pytest.mark.parametrize("bad", [-1, E])
+def test_an_expert_that_is_not_there(bad: int) -> None:
+    x, w13, w2, ids, weights = make(3)
+    with pytest.raises(ValueError, match=f"moe_experts: ids holds {bad}, expected 0..E-1=4"):
+        ops.moe_experts(x, w13, w2, torch.where(ids == ids[0, 0], bad, ids), weights)
+
+
 def test_opcheck_and_errors() -> None:
     x, w13, w2, ids, weights = make(3)
     torch.library.opcheck(torch.ops.pyllm.moe_experts.default, (x, w13, w2, ids, weights, 0))
@@ -68,6 +75,10 @@ def test_opcheck_and_errors() -> None:
             ((x[0], w13, w2, ids, weights), "x has 1 dimensions, expected 2"),
             ((x, w13[..., :8], w2, ids, weights), r"w13 has shape \(5, 48, 8\), expected \[E, 2F, N=16\]"),
             ((x, w13, w2[..., :8], ids, weights), r"w2 has shape \(5, 16, 8\), expected \(5, 16, 24\)"),
+            ((x, w13[:, :40], w2, ids, weights), r"w13 \.size\(1\) is 40, expected 2F, a multiple of 16"),
+            ((x, w13.half(), w2, ids, weights), r"w13 is torch\.float16, expected torch\.float32 like x"),
+            ((x, w13, w2, ids.long(), weights), r"ids is torch\.int64, expected int32"),
+            ((x, w13, w2, ids, weights.half()), r"weights is torch\.float16, expected float32"),
             ((x, w13, w2, ids[:2], weights), r"ids has shape \(2, 2\), expected \[T=3, top_k\]"),
             ((x, w13, w2, ids, weights[:, :1]), r"weights has shape \(3, 1\), expected \(3, 2\) \(from ids\)"),
         ):

@@ -91,7 +91,7 @@ def check_norm(norm: Norm, exact: Norm, T: int, N: int, dtype: torch.dtype, weig
 
 
 def check_invariance(norm: Norm, N: int, dtype: torch.dtype) -> None:
-    """A row has the same bits alone (where long rows take a cluster), in a small batch, in one beyond one wave of CTAs, and again."""
+    """A row has the same bits alone (where long rows take a cluster), in a small batch, in one with the layout for many rows, again."""
     T = 3000
     x, weight, bias, residual = inputs(T, N, dtype, dtype, CUDA)
     for quant in (None, "token"):

@@ -96,13 +96,13 @@ def test_kernel(N, dtype, weight_dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("N", [64, 4096, 20480])
+@pytest.mark.parametrize("N", [64, 1032, 4096, 20480])
 def test_many_rows(N):
     rows.check_norm(norm, rows.layer64, 2500, N, BF16, BF16, CUDA)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("N", [64, 4096, 8192, 32768])
+@pytest.mark.parametrize("N", [64, 1032, 2568, 4096, 8192, 32768])
 def test_batch_invariance(N):
     rows.check_invariance(norm, N, BF16)
 

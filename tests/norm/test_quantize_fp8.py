@@ -154,7 +154,7 @@ def test_kernel(mode, N, dtype):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("N", [64, 1032, 4096, 20480])
 def test_many_rows(mode, N):
-    """Beyond one wave of CTAs; with N=1032, 96 threads, also beyond the 2048 CTAs that the first pass of mode tensor may have."""
+    """The layout for many rows; with N=1032, 64 threads, also beyond the 2048 CTAs that the first pass of mode tensor may have."""
     check_kernel(3000, N, BF16, mode)
 
 

@@ -104,16 +104,23 @@ def test_kernel(N, dtype, weight_dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("N", [64, 4096, 20480])
-def test_many_rows(N):
-    """More rows than one wave of CTAs: each walks several, with the next one prefetched."""
-    rows.check_norm(norm, rows.rms64, 2500, N, BF16, BF16, CUDA)
+@pytest.mark.parametrize("N", [64, 1032, 4096, 20480])
+@pytest.mark.parametrize("weight_dtype", [BF16, FP32])
+def test_many_rows(N, weight_dtype):
+    """More than four rows per SM: fewer threads per row, each with more vectors."""
+    rows.check_norm(norm, rows.rms64, 2500, N, BF16, weight_dtype, CUDA)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("N", [64, 1024, 4096, 8192, 14336, 32768])
+@pytest.mark.parametrize("N", [64, 1024, 1032, 2568, 4096, 8192, 14336, 32768])
 def test_batch_invariance(N):
     rows.check_invariance(norm, N, BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [FP16, FP32])
+def test_batch_invariance_of_dtypes(dtype):
+    rows.check_invariance(norm, 4096, dtype)
 
 
 @pytest.mark.gpu

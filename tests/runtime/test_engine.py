@@ -262,18 +262,52 @@ def test_what_submit_refuses(prompt, options, text) -> None:
     [
         ({"max_batch": 0}, "Engine: max_batch is 0"),
         ({"chunk": 0}, "Engine: chunk is 0"),
+        ({"max_batch": 1.5}, "Engine: max_batch is 1.5, expected an integer"),
+        ({"page_size": 0}, "Engine: page_size is 0"),
+        ({"eos_ids": ["a"]}, "Engine: eos_ids holds 'a', expected token ids"),
+        ({"kv_dtype": torch.bfloat16}, "Engine: kv_dtype is torch.bfloat16, expected torch.float32 like dtype"),
+        ({"kv_dtype": torch.float8_e4m3fn, "kv_scales": {99: ()}}, "KvPool: scales has slot 99, expected some of 3"),
         ({"device": "meta"}, "Engine: device is meta, expected cpu or cuda"),
         ({"max_tokens": 64}, "Engine: pages=40 and max_tokens=64 both size the KV pool"),
         ({"pages": None, "max_tokens": 0}, "Engine: max_tokens is 0"),
         ({"pages": 1}, "KvPool: pages is 1"),
         ({"page_size": 48}, "KvPool: page_size is 48, expected one of 16, 32, 64, 128"),
-        ({"kv_dtype": torch.int8}, "KvPool: dtype is torch.int8, expected one of float32, bfloat16"),
+        ({"kv_dtype": torch.int8}, "Engine: kv_dtype is torch.int8, expected torch.float32 like dtype"),
     ],
 )
 def test_what_the_engine_refuses(options, text) -> None:
     with pytest.raises(ValueError) as caught:
         make(**options)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (([None],), "the prompt holds None, expected token ids"),
+        ((5,), "the prompt is 5, expected token ids"),
+        (([1], {"max_tokens": 3}), "params is {'max_tokens': 3}, expected SamplingParams"),
+    ],
+)
+def test_arguments_of_another_type(args, text) -> None:
+    with pytest.raises(ValueError, match=f"submit: {text}"):
+        make().submit(*args)
+
+
+def test_a_request_of_another_engine_is_not_aborted() -> None:
+    mine, other = make(), make()
+    request = mine.submit([1, 2], SamplingParams(max_tokens=2))
+    with pytest.raises(ValueError, match="abort: request 0 is not one of this engine's"):
+        other.abort(request)
+    mine.run()
+    assert request.finish_reason == "length"
+
+
+def test_a_context_far_beyond_the_pool_costs_nothing() -> None:
+    engine = make(spec=FakeSpec(max_positions=2**40))
+    request = engine.submit([1, 2], SamplingParams(max_tokens=5))
+    engine.run()
+    assert len(request.token_ids) == 5
 
 
 def test_the_python_twins_serve_the_engine(monkeypatch) -> None:

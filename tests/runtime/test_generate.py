@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from pyllm.cli import app
@@ -18,7 +19,7 @@ from pyllm.runtime.generate import generate, stream
 from pyllm.runtime.model import LoadedModel, load_model, pick_device, pick_dtype
 from pyllm.runtime.params import SamplingParams
 from tests.runtime.fake import FakeModel, FakeSpec
-from tests.runtime.tiny import EOS, IM_END, VOCAB, byte_tokenizer, save_tiny
+from tests.runtime.tiny import CONFIG, EOS, IM_END, VOCAB, byte_tokenizer, save_tiny, tiny_weights
 
 PROMPT = "Say it:"
 
@@ -99,6 +100,9 @@ def test_many_prompts_one_refused_runs_none() -> None:
         generate(model, [PROMPT, PROMPT], [SamplingParams()])
     with pytest.raises(ValueError, match="prompts is a list of numbers"):
         generate(model, [1, 2])
+    for bad, text in ((None, "generate: prompts is None"), ([None], "encode: the prompt is None")):
+        with pytest.raises(ValueError, match=text):
+            generate(model, bad)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +126,23 @@ def test_load_model_options(folder) -> None:
     assert {c.k.dtype for c in model.engine.kv.caches.values()} == {torch.bfloat16}
     with pytest.raises(TypeError, match="batch_size"):
         load_model(folder, batch_size=3)
+
+
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to(tmp_path) -> None:
+    path, weights = save_tiny(tmp_path / "model"), tiny_weights(0)
+    embed = weights["model.embed_tokens.weight"]
+    save_file({**weights, "lm_head.weight": embed.clone()}, path / "model.safetensors")
+    load_model(path, "cpu", pages=4)
+    save_file({**weights, "lm_head.weight": embed + 1}, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"tie_word_embeddings is set, but lm_head\.weight differs"):
+        load_model(path, "cpu", pages=4)
+
+
+def test_a_warning_is_one_line(tmp_path) -> None:
+    path = save_tiny(tmp_path / "model")
+    (path / "config.json").write_text(json.dumps({**CONFIG, "foo": 1}))
+    out = command("explain", path)
+    assert (out.exit_code, out.stderr) == (0, "pyllm: warning: config: fields that are not read: foo\n")
 
 
 def test_half_precision_on_a_cpu(folder) -> None:
@@ -171,6 +192,8 @@ def test_the_generate_command(folder) -> None:
         (["generate", "MODEL", "x", "--max-tokens", "0"], "SamplingParams: max_tokens is 0"),
         (["generate", "MODEL", "x", "--device", "tpu"], "device is 'tpu', expected cpu, cuda or cuda:N"),
         (["generate", "MODEL", "x", "--device", "cpu", "--dtype", "int3"], "dtype is 'int3'"),
+        (["generate", "", "x"], "model is '', expected a directory"),
+        (["generate", "MODEL", "x", "--device", "cpu:3"], "device is 'cpu:3', expected cpu, cuda or cuda:N"),
         (["generate", "MODEL", "", "--raw", "--device", "cpu"], "submit: the prompt is empty"),
         (["generate", "MODEL", "y" * 200, "--raw", "--device", "cpu"], "submit: the prompt has 200 tokens, expected at most 159"),
         (["explain", "MODEL", "--gpu", "abacus"], "explain: gpu is 'abacus'"),

@@ -34,6 +34,8 @@ def test_unset_is_greedy_and_a_cut_alone_samples() -> None:
         ({"top_p": 1.01}, "top_p is 1.01"),
         ({"min_p": 1.5}, "min_p is 1.5, expected 0 to 1"),
         ({"seed": -1}, "seed is -1"),
+        ({"stop_token_ids": None}, "stop_token_ids is None, expected token ids"),
+        ({"stop_token_ids": 5.5}, "stop_token_ids is 5.5, expected token ids"),
         ({"seed": 2**63}, "seed is 9223372036854775808"),
         ({"seed": True}, "seed is True"),
         ({"max_tokens": 0}, "max_tokens is 0, expected an integer from 1"),
