@@ -42,9 +42,9 @@ __device__ __forceinline__ void write_empty_rows(const DecodeAttentionParams& p)
   for (int64_t token = static_cast<int64_t>(p.q_starts[p.batch]) + first; token < p.tokens; token += step) write(token, false);
 }
 
-// Joins the pieces of row blockIdx.y of the segment that starts at worker `left` and ends beyond it.
+// Joins the pieces of row blockIdx.y of a chunk: the row of `token` and `head`.
 template <class Q, int Dim>
-__device__ __forceinline__ void join(const DecodeAttentionParams& p, const Pieces& pieces, const Sequence& s, const QueryRow& row) {
+__device__ __forceinline__ void join(const DecodeAttentionParams& p, Pieces pieces, int token, int head) {
   constexpr int kLanes = Dim / 4, kGroups = kCombineWarps * 32 / kLanes;
   __shared__ float4 outs[kGroups][kLanes];
   __shared__ float2 sums[kGroups];
@@ -93,9 +93,9 @@ __device__ __forceinline__ void join(const DecodeAttentionParams& p, const Piece
     sum = fmaf(sums[g].y, weight, sum);
     o.x = fmaf(x.x, weight, o.x), o.y = fmaf(x.y, weight, o.y), o.z = fmaf(x.z, weight, o.z), o.w = fmaf(x.w, weight, o.w);
   }
-  const RowEnd end = finish_row(top, sum, p.sinks == nullptr ? nullptr : p.sinks + row.head);
-  const float factor = end.factor * (p.v_scale != nullptr ? p.v_scale[row.head / p.group * p.v_scale_step] : 1.f);
-  const int64_t to = static_cast<int64_t>(s.q_start + row.j) * p.heads + row.head;
+  const RowEnd end = finish_row(top, sum, p.sinks == nullptr ? nullptr : p.sinks + head);
+  const float factor = end.factor * (p.v_scale != nullptr ? p.v_scale[head / p.group * p.v_scale_step] : 1.f);
+  const int64_t to = static_cast<int64_t>(token) * p.heads + head;
   Vec<Q, 4> y;
   y[0] = from_float<Q>(o.x * factor), y[1] = from_float<Q>(o.y * factor), y[2] = from_float<Q>(o.z * factor),
   y[3] = from_float<Q>(o.w * factor);
@@ -111,20 +111,21 @@ __global__ void __launch_bounds__(kCombineWarps * 32) decode_combine_kernel(cons
   const Shares shares(p, place.total);
   const int left = blockIdx.x;
   bool joins = left + 1 < shares.workers;
-  Sequence s{};
-  QueryRow row{};
   Pieces pieces{};
+  int token = 0, head = 0;
   if (joins) {
     const int border = shares.begin(left + 1);
-    s = sequence_at(p, place.b);
+    const Sequence s = sequence_at(p, place.b);
     const int unit = (border - place.before) / s.tiles, segment = place.before + unit * s.tiles;
-    row = query_row(p, unit, s.rows, blockIdx.y);
+    const QueryRow row = query_row(p, unit, s.rows, blockIdx.y);
     joins = border > segment && shares.begin(left) <= segment && row.exists;
+    token = s.q_start + row.j;
+    head = row.head;
     if (joins) pieces = {left, shares.owner(segment + s.tiles - 1) - left + 1};
   }
   pdl_wait();
   pdl_trigger();
-  if (joins) join<Q, Dim>(p, pieces, s, row);
+  if (joins) join<Q, Dim>(p, pieces, token, head);
   write_empty_rows<Q>(p);
 }
 
