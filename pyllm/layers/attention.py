@@ -114,6 +114,7 @@ class Attn(Spec):
             sinks=m.sinks if self.sinks else None,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
+            max_q=b.max_q,
         )
         return m.o(o.flatten(1))
 

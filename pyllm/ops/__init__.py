@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pyllm import _native
 from pyllm.ops.attention import paged_attention
+from pyllm.ops.decode import decode_attention
 from pyllm.ops.fused import act, act_mul, embed_tokens, softcap
 from pyllm.ops.gemm import linear
 from pyllm.ops.moe import moe_experts, route_experts
@@ -16,6 +17,7 @@ _native.load()
 __all__ = [
     "act",
     "act_mul",
+    "decode_attention",
     "embed_tokens",
     "layer_norm",
     "linear",

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache. On CUDA a torch composition over gathered pages until the kernels of csrc/attention exist."""
+"""Attention over the paged KV cache. On CUDA decode steps take the kernel of csrc/attention, others a torch composition."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from pyllm.ops.gemm import FLOATS
 from pyllm.ops.registry import check, define
 
+_DECODE_ROWS = 8  # query rows per sequence up to which a step is a decode (speculative steps included)
 _SCORE_BYTES = 256 << 20  # the composition keeps its fp32 scores under this by cutting T into chunks
 
 
@@ -26,6 +27,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    max_q: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One ragged step of attention: prefill chunks and decodes together, keys and values read from pages.
 
@@ -39,19 +41,30 @@ def paged_attention(
     read), q_starts int32 `[B + 1]`, kv_lens int32 `[B]`, sinks `[H]`, k_scale/v_scale fp32 `[1]` or `[K]`: value = stored * scale.
     Returns (o `[T, H, D]` of q's dtype, lse fp32 `[T, H]`, natural log; a row that sees no key gives 0 and -inf).
     Dtypes: q bf16, fp16, fp32; caches q's dtype or float8_e4m3fn. Rows of q past q_starts[B] belong to no sequence and give 0.
+    max_q: the most query rows of any sequence, if the host knows it: a causal step of at most 8 rows is `decode_attention`, where that
+    serves the shapes (D 64, 128 or 256, pages of a power of two from 16 tokens, 16-bit q).
     """
     for name, value in (("window", window), ("softcap", softcap)):
         check(value is None or value > 0, "paged_attention", name, f"is {value}, expected more than 0 (or None)")
+    if max_q is not None and 1 <= max_q <= _DECODE_ROWS and causal and _decodes(q, k_cache):
+        return torch.ops.pyllm.decode_attention(
+            q, k_cache, v_cache, page_table, q_starts, kv_lens, scale, window or 0, softcap or 0.0,
+            None if sinks is None else sinks.float(), k_scale, v_scale, max_q,
+        )  # fmt: skip
     return torch.ops.pyllm.paged_attention(
         q, k_cache, v_cache, page_table, q_starts, kv_lens, scale, causal, window or 0, softcap or 0.0, sinks, k_scale, v_scale
     )
 
 
+def _decodes(q: Tensor, k_cache: Tensor) -> bool:
+    page = k_cache.shape[1]
+    return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in (64, 128, 256) and page >= 16 and page & (page - 1) == 0
+
+
 def _check_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_starts: Tensor, kv_lens: Tensor, window: int, sinks: Tensor | None,
-    k_scale: Tensor | None, v_scale: Tensor | None,
+    k_scale: Tensor | None, v_scale: Tensor | None, op: str = "paged_attention",
 ) -> None:  # fmt: skip
-    op = "paged_attention"
     check(q.dim() == 3, op, "q", f"has {q.dim()} dimensions, expected 3 [T, H, D]")
     check(q.dtype in FLOATS, op, "q", f"is {q.dtype}, expected bfloat16, float16 or float32")
     check(k_cache.dim() == 4, op, "k_cache", f"has {k_cache.dim()} dimensions, expected 4 [pages, P, K, D]")
@@ -92,7 +105,7 @@ def _check_values(q: Tensor, k_cache: Tensor, page_table: Tensor, starts: list[i
     check(rising, op, "q_starts", f"is {starts}, expected rising numbers from 0 to T={q.shape[0]}")
     for i, length in enumerate(lens):
         n = starts[i + 1] - starts[i]
-        if n:
+        if n and length:  # a padded sequence has a row and no keys
             check(n <= length, op, "kv_lens", f"[{i}] is {length}, expected at least the sequence's {n} query rows")
             check(length <= most, op, "kv_lens", f"[{i}] is {length}, expected at most the {most} tokens of a page_table row")
             for page in page_table[i, : -(-length // k_cache.shape[1])].tolist():
@@ -130,6 +143,9 @@ def _attention_reference(
         rows = slice(starts[i], starts[i + 1])
         n = rows.stop - rows.start
         if n == 0:
+            continue
+        if length == 0:  # a padded sequence: its rows see no key
+            lse[rows] = float("-inf") if sinks is None else sinks.float()
             continue
         pages = page_table[i, : -(-length // page)].long()
         k, v = (

@@ -38,6 +38,7 @@ class Batch:
     slots: page * P + offset where the token's keys and values go; negative: nowhere (padding rows).
     kv_lens: keys per sequence after this step's tokens are stored. logit_rows `[R]`: rows of the T whose logits are wanted; None: all.
     seq_lens `[B]`: tokens of each sequence that are known, of a prompt all although a chunk of it is in this step; None: kv_lens.
+    max_q: the most tokens of one sequence in this step, where the host knows it: picks the attention kernel.
     reduce: sums a tensor over the ranks of a tensor-parallel group; gather: concatenates along the last dim over the ranks.
     """
 
@@ -50,6 +51,7 @@ class Batch:
     caches: Mapping[int, KvCache]
     logit_rows: Tensor | None = None
     seq_lens: Tensor | None = None
+    max_q: int | None = None
     reduce: Callable[[Tensor], Tensor] = _identity
     gather: Callable[[Tensor], Tensor] = _identity
     _rope: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)

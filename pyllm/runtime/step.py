@@ -60,6 +60,7 @@ class StepBuffers:
             caches=caches,
             logit_rows=self._view("logit_rows", r),
             seq_lens=self._view("seq_lens", b),
+            max_q=max(w.count for w in work),
         )
 
     def _view(self, name: str, size: int) -> torch.Tensor:

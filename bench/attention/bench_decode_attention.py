@@ -1,0 +1,132 @@
+"""decode_attention against FlashAttention-3 (vLLM's build): one query row per sequence, pages of 64 tokens in random order.
+
+bytes: keys and values of all sequences once, q in, o and LSE out, the page table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bench import Case, Goal
+from bench.peers import vllm
+from bench.shapes import Shapes
+from pyllm.ops.decode import decode_attention
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+PAGE = 64
+SIZES = (
+    (1, 1024), (1, 4096), (1, 16384), (8, 1024), (8, 4096), (8, 16384), (32, 1024), (32, 4096), (256, 1024), (256, 4096),
+    (64, 16384), (16, 65536),
+)  # fmt: skip
+GOALS_US = {1024: 6.5, 4096: 8.5, 16384: 19.0}
+
+
+@dataclass
+class Set:
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    page_table: torch.Tensor
+    q_starts: torch.Tensor
+    kv_lens: torch.Tensor
+    q_fp8: torch.Tensor
+    ones: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    B: int
+    context: int
+    H: int
+    K: int
+    D: int
+    fp8: bool
+    ragged: bool = False
+
+    def lengths(self) -> list[int]:
+        """Ragged: log-uniform from 128 to 32k."""
+        if not self.ragged:
+            return [self.context] * self.B
+        at = torch.rand(self.B, generator=torch.Generator().manual_seed(0))
+        return (128 * 256**at).int().tolist()
+
+    def make(self, n: int) -> list[Set]:
+        lengths = self.lengths()
+        width = -(-max(lengths) // PAGE)
+        need = [-(-length // PAGE) for length in lengths]
+        starts = torch.arange(self.B + 1, dtype=torch.int32, device="cuda")
+        lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        ones = torch.ones(self.B, self.K, device="cuda")
+
+        def cache() -> torch.Tensor:
+            pool = torch.empty(sum(need), PAGE, self.K, self.D, device="cuda", dtype=FP8 if self.fp8 else BF16)
+            for part in pool.split(1 << 12):  # a whole pool in fp32 would not fit beside its copies
+                part.copy_(torch.randn(part.shape, device="cuda", dtype=BF16))
+            return pool
+
+        def one() -> Set:
+            order = torch.randperm(sum(need), device="cuda", dtype=torch.int64).int()
+            table = torch.zeros(self.B, width, dtype=torch.int32, device="cuda")
+            for b, pages in enumerate(order.split(need)):
+                table[b, : len(pages)] = pages
+            q = torch.randn(self.B, self.H, self.D, device="cuda", dtype=BF16)
+            return Set(q, cache(), cache(), table, starts, lens, q.to(FP8), ones)
+
+        return [one() for _ in range(n)]
+
+    def ours(self, s: Set) -> tuple[torch.Tensor, torch.Tensor]:
+        return decode_attention(s.q, s.k_cache, s.v_cache, s.page_table, s.q_starts, s.kv_lens, scale=self.D**-0.5)
+
+    def fa3(self, s: Set) -> torch.Tensor:
+        """Its fp8 caches want an fp8 q."""
+        optional = ("k_new", "v_new", "q_v", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "leftpad_k", "rotary_cos",
+                    "rotary_sin", "seqlens_rotary", "scheduler_metadata", "pack_gqa", "s_aux")  # fmt: skip
+        scales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), s.ones if self.fp8 else None)
+        return vllm.call(
+            "fwd",
+            namespace="_vllm_fa3_C",
+            q=s.q_fp8 if self.fp8 else s.q,
+            k=s.k_cache,
+            v=s.v_cache,
+            out=torch.empty_like(s.q),
+            cu_seqlens_q=s.q_starts,
+            seqused_k=s.kv_lens,
+            max_seqlen_q=1,
+            max_seqlen_k=max(self.lengths()),
+            page_table=s.page_table,
+            softmax_scale=self.D**-0.5,
+            is_causal=True,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            is_rotary_interleaved=True,
+            num_splits=0,
+            sm_margin=0,
+            **scales,
+            **dict.fromkeys(optional),
+        )
+
+    def case(self) -> Case:
+        keys, item = sum(self.lengths()), 1 if self.fp8 else 2
+        large = keys >= 1 << 20
+        us = GOALS_US.get(self.context) if self.B == 1 and (not self.fp8 or self.context == 1024) else None
+        context = "128-32k" if self.ragged else str(self.context)
+        return Case(
+            name=f"B={self.B} keys={context} H={self.H} K={self.K} D={self.D} {'fp8' if self.fp8 else 'bf16'} cache",
+            dtype="bf16, fp8 cache" if self.fp8 else "bf16",
+            bytes=2 * keys * self.K * self.D * item + self.B * self.H * (4 * self.D + 4) + keys // PAGE * 4,
+            flops=4 * keys * self.H * self.D,
+            make=self.make,
+            ours=self.ours,
+            baselines={"fa3": self.fa3},
+            goal=Goal(us=us, ratio={"fa3": 0.98 if large and not self.fp8 else 1.3 if self.fp8 else 0.98}),
+        )
+
+
+def cases(shapes: Shapes) -> list[Case]:
+    heads = (shapes.H, shapes.K, shapes.D)
+    sizes = SIZES if shapes.name == "default" else ((1, 4096), (32, 4096))
+    found = [Layout(B, context, *heads, fp8).case() for fp8 in (False, True) for B, context in sizes]
+    return found + [Layout(64, 0, *heads, False, ragged=True).case()]
