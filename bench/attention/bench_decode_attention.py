@@ -33,6 +33,7 @@ class Set:
     kv_lens: torch.Tensor
     q_fp8: torch.Tensor
     ones: torch.Tensor
+    fa3_plan: torch.Tensor | None = None  # its split over the SMs: made once per step, as its users do, so outside the time
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Layout:
     def fa3(self, s: Set) -> torch.Tensor:
         """Its fp8 caches want an fp8 q."""
         optional = ("k_new", "v_new", "q_v", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "leftpad_k", "rotary_cos",
-                    "rotary_sin", "seqlens_rotary", "scheduler_metadata", "pack_gqa", "s_aux")  # fmt: skip
+                    "rotary_sin", "seqlens_rotary", "pack_gqa", "s_aux", "cp_tot_seqused_k")  # fmt: skip
         scales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), s.ones if self.fp8 else None)
         return vllm.call(
             "fwd",
@@ -104,9 +105,20 @@ class Layout:
             is_rotary_interleaved=True,
             num_splits=0,
             sm_margin=0,
+            cp_world_size=1,
+            cp_rank=0,
+            scheduler_metadata=self.fa3_plan(s),
             **scales,
             **dict.fromkeys(optional),
         )
+
+    def fa3_plan(self, s: Set) -> torch.Tensor:
+        if s.fa3_plan is None:
+            dtype = FP8 if self.fp8 else BF16
+            plan = torch.ops._vllm_fa3_C.get_scheduler_metadata
+            head = (self.B, 1, max(self.lengths()), self.H, self.K, self.D, self.D, dtype, s.kv_lens, s.q_starts)
+            s.fa3_plan = plan(*head, None, None, None, None, PAGE, 0, True, -1, -1, False, 0, None, 0)
+        return s.fa3_plan
 
     def case(self) -> Case:
         keys, item = sum(self.lengths()), 1 if self.fp8 else 2

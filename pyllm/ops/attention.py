@@ -8,7 +8,8 @@ from torch import Tensor
 from pyllm.ops.gemm import FLOATS
 from pyllm.ops.registry import check, define
 
-_DECODE_ROWS = 8  # query rows per sequence up to which a step is a decode (speculative steps included)
+DECODE_ROWS = 8  # query rows per sequence up to which a step is a decode (speculative steps included)
+DECODE_DIMS = (64, 128, 256)  # head dims of the decode kernel
 _SCORE_BYTES = 256 << 20  # the composition keeps its fp32 scores under this by cutting T into chunks
 
 
@@ -32,13 +33,11 @@ def paged_attention(
     """One ragged step of attention: prefill chunks and decodes together, keys and values read from pages.
 
     `s = scale * q k^T`; `s = softcap * tanh(s / softcap)`; mask; `o = softmax(s) v`, all fp32 inside, o rounded once.
-    Query row j of a sequence with n rows and L keys stands at position `p = L - n + j`; it sees keys `<= p` when causal, and keys `> p
-    - window`.
-    sinks: one logit per head that joins the softmax's denominator and has no value (gpt-oss).
+    Query row j of a sequence with n rows and L keys stands at position `p = L - n + j`; it sees keys `<= p` when causal, and keys
+    `> p - window`. sinks: one logit per head that joins the softmax's denominator and has no value (gpt-oss).
     Shapes: q `[T, H, D]`, k_cache and v_cache `[pages, P, K, D]` (H a multiple of K), page_table int32 `[B, W]` (entries past a
-    sequence's last page
-    are never
-    read), q_starts int32 `[B + 1]`, kv_lens int32 `[B]`, sinks `[H]`, k_scale/v_scale fp32 `[1]` or `[K]`: value = stored * scale.
+    sequence's last page are never read), q_starts int32 `[B + 1]`, kv_lens int32 `[B]`, sinks `[H]`, k_scale and v_scale fp32 `[1]` or
+    `[K]`: value = stored * scale.
     Returns (o `[T, H, D]` of q's dtype, lse fp32 `[T, H]`, natural log; a row that sees no key gives 0 and -inf).
     Dtypes: q bf16, fp16, fp32; caches q's dtype or float8_e4m3fn. Rows of q past q_starts[B] belong to no sequence and give 0.
     max_q: the most query rows of any sequence, if the host knows it: a causal step of at most 8 rows is `decode_attention`, where that
@@ -46,7 +45,7 @@ def paged_attention(
     """
     for name, value in (("window", window), ("softcap", softcap)):
         check(value is None or value > 0, "paged_attention", name, f"is {value}, expected more than 0 (or None)")
-    if max_q is not None and 1 <= max_q <= _DECODE_ROWS and causal and _decodes(q, k_cache):
+    if max_q is not None and 1 <= max_q <= DECODE_ROWS and causal and _decodes(q, k_cache):
         return torch.ops.pyllm.decode_attention(
             q, k_cache, v_cache, page_table, q_starts, kv_lens, scale, window or 0, softcap or 0.0,
             None if sinks is None else sinks.float(), k_scale, v_scale, max_q,
@@ -58,7 +57,7 @@ def paged_attention(
 
 def _decodes(q: Tensor, k_cache: Tensor) -> bool:
     page = k_cache.shape[1]
-    return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in (64, 128, 256) and page >= 16 and page & (page - 1) == 0
+    return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in DECODE_DIMS and page >= 16 and page & (page - 1) == 0
 
 
 def _check_attention(

@@ -15,6 +15,7 @@ from pyllm.layers.mlp import MLP
 from pyllm.layers.moe import MoE
 from pyllm.layers.norm import LayerNorm
 from pyllm.layers.spec import Spec, nodes, path_of
+from pyllm.ops.attention import DECODE_DIMS, DECODE_ROWS
 from pyllm.ops.registry import OPS
 
 
@@ -114,11 +115,13 @@ def _(spec: Attn, ctx: Context, path: str) -> Iterator[Row]:
     keys = min(ctx.context, spec.window + ctx.new - 1) if spec.window else ctx.context
     seen = ctx.batch * sum(min(p + 1, spec.window or p + 1) for p in range(first, ctx.context))
     moved = ctx.batch * keys * 2 * kv * dim * ctx.kv_item + 2 * tokens * heads * dim * ctx.item
+    decode = ctx.new <= DECODE_ROWS and dim in DECODE_DIMS and ctx.item == 2
+    op = "decode_attention" if decode else "paged_attention"
     mask = f"window {spec.window}" if spec.window else "causal"
     yield ctx.row(
         path,
         f"kv[{spec.kv}]" + ("" if spec.own_kv else " read"),
-        "paged_attention",
+        op,
         moved,
         4 * heads * dim * seen,
         f"{heads}/{kv}x{dim} {mask}",
