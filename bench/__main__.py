@@ -128,6 +128,14 @@ def main(argv: list[str] | None = None) -> int:
     # Redirected output has no width of its own, and 80 columns would cut the tables.
     console = Console() if sys.stdout.isatty() else Console(width=220)
     try:
+        alone = [flag for flag in ("list", "check_records", "results_only") if getattr(args, flag)]
+        measuring = [flag for flag in ("all", "quick", "against") if getattr(args, flag)] + ["names"] * bool(args.names)
+        extra = [f for f in measuring if not (alone == ["list"] and f in ("names", "all"))]
+        if len(alone) > 1 or (alone and extra):
+            clash = ", ".join(f.replace("_", "-") for f in alone + extra)
+            raise ValueError(f"{clash}: --{alone[0].replace('_', '-')} stands alone, it measures nothing")
+        if args.plot and args.quick:
+            raise ValueError("--plot draws records, and --quick writes none")
         if args.check_records:
             return check_records(console)
         if args.results_only:

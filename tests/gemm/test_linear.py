@@ -33,6 +33,22 @@ def test_opcheck_and_compile() -> None:
     assert_close(torch.compile(ops.linear, fullgraph=True, backend="aot_eager")(x, w, b), ops.linear(x, w, b))
 
 
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    x, w, b = (
+        normal(3, 64, dtype=torch.bfloat16).cuda(),
+        normal(32, 64, dtype=torch.bfloat16).cuda(),
+        normal(32, dtype=torch.bfloat16).cuda(),
+    )
+    ops.linear(x, w, b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ops.linear(x, w, b)
+    x.copy_(normal(3, 64, dtype=torch.bfloat16))
+    graph.replay()
+    assert_close(y, ops.linear(x, w, b), what="replay")
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_errors(device: str) -> None:
     x, w = torch.zeros(3, 16, device=device), torch.zeros(8, 16, device=device)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyllm.layers import MLP, Decoder, Embedding, Linear, MoE, Part, Split, Sub, bind, plan
+from pyllm.layers import MLP, Decoder, Embedding, Linear, MoE, Part, Split, Sub, Sum, bind, plan
 from pyllm.models import spec_from_config
 from pyllm.runtime.explain import explain
 from tests.layers.custom import FF, VOCAB, D, mine, random_state
@@ -82,6 +82,18 @@ def test_ranks_agree_with_one_rank(make: Any, tp: int) -> None:
     want = bind(spec, state)(Paged(spec, 1, len(IDS)).step([IDS]))
     for got in run_ranks(spec, state, tp):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * want.abs().max().item())
+
+
+def test_sinks_and_learned_positions_are_cut_like_the_rest() -> None:
+    spec = mine(2)
+    attn = replace(spec.subs[0].body.branches[0], sinks=True, qkv_bias=True, o_bias=True)
+    subs = (replace(spec.subs[0], body=Sum((attn, *spec.subs[0].body.branches[1:]))), *spec.subs[1:])
+    spec = replace(spec, subs=subs, positions=Embedding("wpe", 64, D), max_positions=64)
+    state = random_state(spec)
+    want = bind(spec, state)(Paged(spec, 1, len(IDS)).step([IDS]))
+    for tp in (2, 4):
+        for got in run_ranks(spec, state, tp):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * want.abs().max().item())
 
 
 def test_plan_and_bind_agree_on_local_shapes() -> None:

@@ -64,6 +64,24 @@ def test_an_expert_that_is_not_there(bad: int) -> None:
         ops.moe_experts(x, w13, w2, torch.where(ids == ids[0, 0], bad, ids), weights)
 
 
+@pytest.mark.gpu
+def test_cuda_graph_replay_with_other_experts() -> None:
+    static = [t.cuda() for t in make(9, torch.bfloat16)]
+    ops.moe_experts(*static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ops.moe_experts(*static)
+    for s, t in zip(static, make(9, torch.bfloat16), strict=True):
+        s.copy_(t)
+    graph.replay()
+    assert_close(y, ops.moe_experts(*static), what="replay")
+
+
+def test_compile() -> None:
+    args = make(5)
+    assert_close(torch.compile(ops.moe_experts, fullgraph=True, backend="aot_eager")(*args), ops.moe_experts(*args))
+
+
 def test_opcheck_and_errors() -> None:
     x, w13, w2, ids, weights = make(3)
     torch.library.opcheck(torch.ops.pyllm.moe_experts.default, (x, w13, w2, ids, weights, 0))

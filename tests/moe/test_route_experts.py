@@ -35,6 +35,27 @@ def test_ties_take_the_lowest_ids() -> None:
     assert ops.route_experts(torch.zeros(1, 8), 3)[1].tolist() == [[0, 1, 2]]
 
 
+def test_compile() -> None:
+    compiled = torch.compile(lambda x: ops.route_experts(x, 3, "sigmoid"), fullgraph=True, backend="aot_eager")
+    x = normal(5, 8)
+    for got, want in zip(compiled(x), ops.route_experts(x, 3, "sigmoid"), strict=True):
+        assert_close(got, want)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_replay_with_other_logits() -> None:
+    x = normal(5, 8).cuda()
+    ops.route_experts(x, 3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        weights, ids = ops.route_experts(x, 3)
+    x.copy_(normal(5, 8))
+    graph.replay()
+    want = ops.route_experts(x, 3)
+    assert_close(weights, want[0], what="weights")
+    assert_close(ids, want[1], what="ids")
+
+
 def test_opcheck_empty_and_errors() -> None:
     torch.library.opcheck(torch.ops.pyllm.route_experts.default, (normal(3, 8), 2, 0, True, None, 1.0))
     assert ops.route_experts(normal(0, 8), 2)[0].shape == (0, 2)
