@@ -7,6 +7,7 @@ PROMPT ?= Why is the sky blue? Answer in two sentences.
 MODEL ?=
 TESTS ?= tests
 SANITIZER ?= memcheck
+JOBS ?= 4
 export PROMPT MODEL
 
 SETUP = @$(PYTHON) tools/setup_env.py
@@ -43,13 +44,13 @@ format:  ## rewrite the sources as lint wants them
 	@$(RUN) -m ruff format .
 	@$(CLANG_FORMAT) -i $(CXX_FILES)
 
-gpu-test:  ## the GPU tests, recorded in bench/results/gpu_tests.jsonl [TESTS=tests/norm]
+gpu-test:  ## the GPU tests, recorded in bench/results/gpu_tests.jsonl [TESTS=tests/norm JOBS=4]
 	$(SETUP) test
-	@$(RUN) -m tools.gpu_tests $(TESTS)
+	@$(RUN) -m tools.gpu_tests --jobs $(JOBS) $(TESTS)
 
 gpu-sanitize:  ## the small GPU tests under compute-sanitizer [SANITIZER=racecheck] [TESTS=tests/norm]
 	$(SETUP) test
-	@$(RUN) -m tools.gpu_tests --sanitizer $(SANITIZER) $(TESTS)
+	@$(RUN) -m tools.gpu_tests --sanitizer $(SANITIZER) --jobs $(JOBS) $(TESTS)
 
 gpu-bench:  ## every bench on this GPU, then docs/results.md from the records
 	$(SETUP) bench

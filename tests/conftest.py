@@ -18,6 +18,7 @@ NO_GPU = "no CUDA device" if torch.version.cuda else "torch is built without CUD
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--per-function", type=int, help="run at most this many parameter sets of each test function, evenly spread")
     parser.addoption("--update-golden", action="store_true", default=False, help="rewrite the golden files of explain()")
     parser.addoption(
         "--seed", type=int, default=random.SystemRandom().randrange(2**31), help="seed of the random inputs (printed at the start)"
@@ -32,12 +33,24 @@ def _device() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if most := config.getoption("per_function"):
+        _thin(config, items, most)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {NO_GPU}"))
+
+
+def _thin(config: pytest.Config, items: list[pytest.Item], most: int) -> None:
+    """Tools that slow a test a hundredfold see each function at a few of its parameter sets, the first and the last among them."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        functions.setdefault(item.nodeid.split("[")[0], []).append(item)
+    kept = {id(sets[round(i * (len(sets) - 1) / max(most - 1, 1))]) for sets in functions.values() for i in range(most)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

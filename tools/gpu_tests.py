@@ -1,15 +1,16 @@
 """Runs the GPU tests and records what passed where: one line per test file in bench/results/gpu_tests.jsonl.
 
-    python -m tools.gpu_tests [--sanitizer memcheck|racecheck|synccheck|initcheck] [tests/norm ...]
+    python -m tools.gpu_tests [--sanitizer memcheck|racecheck|synccheck|initcheck] [--jobs N] [tests/norm ...]
 
-With --sanitizer, each file runs by itself under NVIDIA's compute-sanitizer, kernels of pyllm alone, without the tests marked `large`
-and those of CUDA graphs and torch.compile: memcheck needs torch's caching allocator off (inside a cached block every address is
+Tests run in --jobs processes (through pytest-xdist, where it is installed). With --sanitizer, each file runs by itself under NVIDIA's compute-sanitizer, kernels of pyllm alone, without the tests marked `large`
+and those of CUDA graphs and torch.compile, a few parameter sets of each test function: memcheck needs torch's caching allocator off (inside a cached block every address is
 valid), and without it nothing can be allocated while a graph is captured.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -17,6 +18,8 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from tools.digest import ROOT, csrc_digest
 
 RESULTS = ROOT / "bench" / "results" / "gpu_tests.jsonl"
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
-SMALL = ["-m", "gpu and not large", "-k", "not graph and not compile"]
+SMALL = ["-m", "gpu and not large", "-k", "not graph and not compile", "--per-function", "4"]
 SANITIZER_FOUND = 86  # an exit code that pytest never uses
 
 
@@ -88,7 +91,7 @@ def sanitizer_command(tool: str) -> list[str]:
 
 
 def run_pytest(prefix: list[str], arguments: list[str], environment: dict[str, str]) -> tuple[int, dict[str, dict[str, int]], str]:
-    report = ROOT / "build" / "gpu_tests.xml"
+    report = ROOT / "build" / f"gpu_tests_{zlib.crc32(' '.join(arguments).encode()):08x}.xml"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
     command = [*prefix, sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments]
@@ -110,6 +113,7 @@ def record(lines: list[dict[str, Any]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="run the GPU tests and record the outcome")
     parser.add_argument("targets", nargs="*", default=["tests"], help="test files or folders")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time (default 1)")
     parser.add_argument("--sanitizer", choices=SANITIZERS, help="run each file under this tool of compute-sanitizer")
     options = parser.parse_args()
     import torch
@@ -120,18 +124,24 @@ def main() -> int:
     if not files:
         raise SystemExit(f"gpu_tests: no GPU test in {' '.join(options.targets)}")
     tool = options.sanitizer or "pytest"
-    worst, lines = 0, []
-    for batch in [[file] for file in files] if options.sanitizer else [files]:
+    parallel = ["-n", str(options.jobs)] if options.jobs > 1 and importlib.util.find_spec("xdist") else []
+
+    def run(batch: list[str]) -> tuple[int, list[dict[str, Any]]]:
         started = time.time()
         prefix = sanitizer_command(tool) if options.sanitizer else []
         environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if options.sanitizer else {}
-        code, by_file, shown = run_pytest(prefix, [*(SMALL if options.sanitizer else ["-m", "gpu"]), *batch], environment)
-        worst = max(worst, 0 if code == 5 else code)  # 5: the selection left nothing of this file
+        code, by_file, shown = run_pytest(prefix, [*(SMALL if options.sanitizer else ["-m", "gpu", *parallel]), *batch], environment)
         if code not in (0, 1, 5, SANITIZER_FOUND) or (code == SANITIZER_FOUND and not by_file):  # pytest itself did not get to its end
             by_file = {file: {"passed": 0, "failed": 0, "skipped": 0} for file in batch} | by_file
         common = {"tool": tool, "exit": code, "command": shown, "seconds": round(time.time() - started), **machine()}
-        lines += [{"file": file, **result, **common} for file, result in by_file.items()]
-        record(lines)
+        return 0 if code == 5 else code, [{"file": file, **result, **common} for file, result in by_file.items()]
+
+    worst, lines = 0, []
+    with ThreadPoolExecutor(options.jobs if options.sanitizer else 1) as pool:
+        for code, found in pool.map(run, [[file] for file in files] if options.sanitizer else [files]):
+            worst = max(worst, code)  # 5, nothing left of a file, came as 0
+            lines += found
+            record(lines)
     return worst
 
 
