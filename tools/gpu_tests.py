@@ -2,9 +2,10 @@
 
     python -m tools.gpu_tests [--sanitizer memcheck|racecheck|synccheck|initcheck] [--jobs N] [tests/norm ...]
 
-Tests run in --jobs processes (through pytest-xdist, where it is installed). With --sanitizer, each file runs by itself under NVIDIA's compute-sanitizer, kernels of pyllm alone, without the tests marked `large`
-and those of CUDA graphs and torch.compile, a few parameter sets of each test function: memcheck needs torch's caching allocator off (inside a cached block every address is
-valid), and without it nothing can be allocated while a graph is captured.
+Tests run in --jobs processes (through pytest-xdist, where it is installed). With --sanitizer, each file runs by itself under
+NVIDIA's compute-sanitizer, kernels of pyllm alone, a few parameter sets of each test function, without the tests marked `large` and
+those of CUDA graphs and torch.compile: memcheck needs torch's caching allocator off (inside a cached block every address is valid),
+and without it nothing can be allocated while a graph is captured.
 """
 
 from __future__ import annotations
