@@ -100,7 +100,7 @@ __device__ __forceinline__ void add_residual(Row<C>& a, const uint4* other, type
 #pragma unroll
     for (int i = 0; i < kV; ++i) f[i] += g[i];
     a.h[j] = pack<T>(f);
-    if (a.has(j)) store_row(residual + j * 32 * kV, a.h[j]);
+    if (a.has(j)) *reinterpret_cast<uint4*>(residual + j * 32 * kV) = a.h[j];
   }
 }
 
@@ -121,7 +121,7 @@ __device__ __forceinline__ void write_result(const NormParams& p, const RowPlan&
     float y[kV];
     formula.result(a, j, y);
     if constexpr (C::kQuant == NormQuant::kNone) {
-      store_row(static_cast<typename C::T*>(p.out) + to + j * 32 * kV, pack<typename C::T>(y));
+      *reinterpret_cast<uint4*>(static_cast<typename C::T*>(p.out) + to + j * 32 * kV) = pack<typename C::T>(y);
     } else {
       store_e4m3<kV>(static_cast<uint8_t*>(p.out) + to + j * 32 * kV, y, inv);
     }
@@ -148,110 +148,17 @@ __global__ void __launch_bounds__(C::Layout::kCtaThreads, C::kMinCtas)
   uint4 other[C::kResidual ? kN : 1];
 #pragma unroll
   for (int j = 0; j < kN; ++j) {
-    a.h[j] = load_stream(from + j * 32 * kV, a.has(j));
-    if constexpr (C::kResidual) other[j] = load_stream(residual + j * 32 * kV, a.has(j));
+    a.h[j] = load_vector(from + j * 32 * kV, a.has(j));
+    if constexpr (C::kResidual) other[j] = load_vector(residual + j * 32 * kV, a.has(j));
   }
   const float inv = C::kQuant == NormQuant::kStatic ? inverse(*p.scale) : 0.f;  // after the loads: the division waits for the scale
   if constexpr (C::kResidual) add_residual(a, other, residual);
   write_result<Formula>(p, plan, a, row, inv);
 }
 
-#ifdef PYLLM_NORM_RING
-// A warp per row; every warp keeps one row in flight into its own buffer with a bulk copy while it works on the one in registers.
-template <class Formula, class C>
-__global__ void __launch_bounds__(512, 1) ring_kernel(const __grid_constant__ NormParams p, const RowPlan plan) {
-  using T = typename C::T;
-  constexpr int kV = C::kV, kN = C::kVectors;
-  extern __shared__ __align__(128) uint8_t buffers[];
-  __shared__ RowScratch scratch;
-  __shared__ uint64_t bars[16];
-
-  RowThreads<kN> at(plan, scratch);
-  const int vectors = p.n / kV;
-  const uint32_t bytes = p.n * sizeof(T);
-  const uint32_t buffer = static_cast<uint32_t>(__cvta_generic_to_shared(buffers)) + threadIdx.y * bytes * (1 + C::kResidual);
-  const uint32_t bar = static_cast<uint32_t>(__cvta_generic_to_shared(bars + threadIdx.y));
-  if (threadIdx.x == 0) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  }
-  __syncwarp();
-  Row<C> a{at, vectors, {p.weight, at, vectors}, {Formula::kBias ? p.bias : nullptr, at, vectors}};
-  at.arrive();
-  at.wait();
-
-  const auto copy = [&](uint32_t to, const void* from) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
-                 "r"(bar)
-                 : "memory");
-  };
-  const auto issue = [&](int64_t row) {
-    if (row >= p.rows || threadIdx.x != 0) return;
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes * (1 + C::kResidual)) : "memory");
-    copy(buffer, static_cast<const T*>(p.x) + row * p.x_stride);
-    if constexpr (C::kResidual) copy(buffer + bytes, static_cast<T*>(p.residual) + row * p.residual_stride);
-  };
-  const auto read = [&](uint32_t from, bool ok) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (ok) asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-    return v;
-  };
-  issue(at.first_row);
-  const float inv = C::kQuant == NormQuant::kStatic ? inverse(*p.scale) : 0.f;
-  uint32_t phase = 0;
-  for (int64_t row = at.first_row; row < p.rows; row += plan.row_step) {
-    int done = 0;
-    while (!done) {
-      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
-                   : "=r"(done)
-                   : "r"(bar), "r"(phase)
-                   : "memory");
-    }
-    phase ^= 1;
-    T* residual = static_cast<T*>(p.residual) + row * p.residual_stride + at.first * kV;
-#pragma unroll
-    for (int j = 0; j < kN; ++j) {
-      a.h[j] = read(buffer + at.vector(j) * 16, a.has(j));
-      if constexpr (C::kResidual) {
-        const uint4 other = read(buffer + bytes + at.vector(j) * 16, a.has(j));
-        float f[kV], g[kV];
-        unpack<T>(a.h[j], f);
-        unpack<T>(other, g);
-#pragma unroll
-        for (int i = 0; i < kV; ++i) f[i] += g[i];
-        a.h[j] = pack<T>(f);
-      }
-    }
-    __syncwarp();
-    issue(row + plan.row_step);
-    if constexpr (C::kResidual) {
-#pragma unroll
-      for (int j = 0; j < kN; ++j) {
-        if (a.has(j)) store_row(residual + j * 32 * kV, a.h[j]);
-      }
-    }
-    write_result<Formula>(p, plan, a, row, inv);
-  }
-}
-#endif
-
 template <template <class> class Formula>
 void run_norm(const char* name, const NormParams& p, cudaStream_t stream) {
   const auto start = [&]<class C>(C, const Grid& g) {
-#ifdef PYLLM_NORM_RING
-    if constexpr (C::Layout::kMany && C::kUnit == 2) {
-      const int bytes = p.n * static_cast<int>(sizeof(typename C::T)) * (1 + C::kResidual), sms = sm_count();
-      if (p.n / kVec<typename C::T> <= 512) {
-        using R = NormConfig<typename C::T, typename C::W, RowLayout<2, 8, true>, C::kResidual, C::kQuant>;
-        const int warps = std::min(16, 225 * 1024 / bytes);
-        const RowPlan plan{32, 0, static_cast<unsigned>(sms * warps), g.plan.inv_n};
-        launch(name, {.grid = dim3(sms), .block = dim3(32, warps), .smem = static_cast<size_t>(warps * bytes)}, stream,
-               &ring_kernel<Formula<R>, R>, p, plan);
-        return;
-      }
-    }
-#endif
     launch(name, {.grid = dim3(g.grid), .block = g.block, .cluster = g.cluster}, stream, &norm_kernel<Formula<C>, C>, p, g.plan);
   };
   const auto by_shape = [&](auto t, auto w) {
@@ -265,17 +172,12 @@ void run_norm(const char* name, const NormParams& p, cudaStream_t stream) {
       });
     });
   };
-#ifdef PYLLM_NORM_BF16_ONLY
-  if (p.dtype != DType::kBF16 || p.weight_dtype != DType::kBF16) throw std::runtime_error(std::string(name) + ": bf16 only");
-  by_shape(CppType<DType::kBF16>{}, CppType<DType::kBF16>{});
-#else
   dispatch_dtype<DType::kBF16, DType::kFP16, DType::kFP32>(name, p.dtype, [&](auto t) {
     if constexpr (!std::is_same_v<typename decltype(t)::type, float>) {
       if (p.weight_dtype == p.dtype) return by_shape(t, t);
     }
     by_shape(t, CppType<DType::kFP32>{});
   });
-#endif
 }
 
 }  // namespace pyllm::norm

@@ -19,7 +19,7 @@ template <class T, int Vectors>
 __device__ __forceinline__ void load_row(const QuantizeParams& p, const RowThreads<Vectors>& at, int64_t row, bool ok, uint4* x) {
   const T* from = static_cast<const T*>(p.x) + row * p.x_stride + at.first * kVec<T>;
 #pragma unroll
-  for (int j = 0; j < Vectors; ++j) x[j] = load_stream(from + j * 32 * kVec<T>, ok && at.vector(j) * kVec<T> < p.n);
+  for (int j = 0; j < Vectors; ++j) x[j] = load_vector(from + j * 32 * kVec<T>, ok && at.vector(j) * kVec<T> < p.n);
 }
 
 __device__ __forceinline__ uint32_t larger_magnitudes(uint32_t a, uint32_t b, __nv_bfloat16) {
