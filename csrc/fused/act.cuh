@@ -11,8 +11,7 @@ namespace pyllm::fused {
 
 template <class T, int Kind>
 void launch_act(const ActParams& p, cudaStream_t stream) {
-  launch_map<T, PYLLM_ACT_VECTORS>("act", p.x, p.out, p.tokens, p.width, p.x_stride * static_cast<int64_t>(sizeof(T)),
-                                   Act<Kind, sizeof(T) == 4>{}, stream);
+  launch_map<T>("act", p.x, p.out, p.tokens, p.width, p.x_stride * static_cast<int64_t>(sizeof(T)), Act<Kind, sizeof(T) == 4>{}, stream);
 }
 
 }  // namespace pyllm::fused

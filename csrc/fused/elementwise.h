@@ -1,4 +1,4 @@
-// How element-wise kernels share their work out: host side, torch-free. The macros are the tuning knobs; override with -D.
+// How element-wise kernels share their work out: host side, torch-free.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -10,40 +10,15 @@
 
 #include "common/params.h"
 
-// Threads of a CTA, and 16-byte vectors of output per thread, of inputs that fill the GPU more than once.
-#ifndef PYLLM_FUSED_THREADS
-#define PYLLM_FUSED_THREADS 512
-#endif
-#ifndef PYLLM_ACT_VECTORS
-#define PYLLM_ACT_VECTORS 4
-#endif
-#ifndef PYLLM_ACT_MUL_VECTORS
-#define PYLLM_ACT_MUL_VECTORS 2
-#endif
-#ifndef PYLLM_EMBED_VECTORS
-#define PYLLM_EMBED_VECTORS 4
-#endif
-// Threads of a CTA of smaller inputs (one vector per thread): few, so that one row reaches many SMs.
-#ifndef PYLLM_FUSED_SMALL_THREADS
-#define PYLLM_FUSED_SMALL_THREADS 128
-#endif
-// How inputs are loaded. 0: plainly, 1: .cs (evict first), 2: past L1.
-#ifndef PYLLM_FUSED_LOADS
-#define PYLLM_FUSED_LOADS 0
-#endif
-// 1: st.global.cs for outputs, which the next kernel does read: worth it only for outputs far larger than L2.
-#ifndef PYLLM_FUSED_STREAM_STORES
-#define PYLLM_FUSED_STREAM_STORES 0
-#endif
-// 1: the next kernel may start once the loads of this one are issued; 0: when it ends.
-#ifndef PYLLM_FUSED_TRIGGER
-#define PYLLM_FUSED_TRIGGER 1
-#endif
-
 namespace pyllm::fused {
 
-inline constexpr int kThreads = PYLLM_FUSED_THREADS;
-inline constexpr int kSmallThreads = PYLLM_FUSED_SMALL_THREADS;
+// Threads of a CTA, and 16-byte vectors of output per thread, of inputs that fill the GPU more than once. Measured on an H200 as the
+// share of a copy of the same bytes, bf16, 8192 x 4096 (softcap 256 x 128256): act 99 to 100 %, softcap 100 %; with 4 vectors 96 % and
+// 98 %, with 256 threads of 4 vectors 97 % and 98 %.
+inline constexpr int kThreads = 512;
+inline constexpr int kVectors = 2;
+// Threads of a CTA of smaller inputs (one vector per thread): few, so that one row reaches many SMs.
+inline constexpr int kSmallThreads = 128;
 
 // SMs of the current device, asked once per device.
 inline int sm_count() {

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(Threads) embed_kernel(const __grid_constant__ 
         raw[k] = __ldg(reinterpret_cast<const uint4*>(a.weight + row * a.row_bytes + static_cast<int64_t>(at[k].col) * 16));
     }
   }
-  loads_issued();
+  pdl_trigger();
 #pragma unroll
   for (int k = 0; k < Vectors; ++k) {
     const uint32_t i = begin + k * Threads;
@@ -54,13 +54,12 @@ __global__ void __launch_bounds__(Threads) embed_kernel(const __grid_constant__ 
       for (int j = 0; j < kWidth<T>; ++j) v[j] *= a.scale;
       raw[k] = pack<T>(v);
     }
-    store_out(a.out + static_cast<int64_t>(i) * 16, raw[k]);
+    store_vector(a.out + static_cast<int64_t>(i) * 16, raw[k]);
   }
 }
 
 template <class T>
 void launch_embed_tokens(const EmbedTokensParams& p, cudaStream_t stream) {
-  constexpr int kVectors = PYLLM_EMBED_VECTORS;
   constexpr int64_t kItem = sizeof(T);
   const int64_t vectors = p.width / kWidth<T>;
   in_launches("embed_tokens", p.tokens, vectors, [&](int64_t first, int64_t count) {

@@ -19,6 +19,11 @@ namespace pyllm::fused {
 
 constexpr int kChunk = 8;
 constexpr int kMaxDim = 256;
+constexpr int kRopeThreads = 128;
+constexpr int kRopeHeads = 3;    // that a thread holds at most, of bf16 and fp16 (fp32: 2)
+constexpr int kRopeMinCtas = 6;  // caps a thread at 80 registers
+// Up to this many CTAs per SM each thread takes one head: more CTAs, less latency. Beyond it, as many heads as it can hold.
+constexpr int kRopeSpreadCtas = 4;
 
 // What the launch adds to the parameters.
 struct RopePlan {
@@ -39,7 +44,7 @@ template <class T>
 __device__ __forceinline__ RawChunk<T> load_chunk(const T* p) {
   RawChunk<T> raw;
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) raw.v[i] = load_once(p + i * kWidth<T>);
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) raw.v[i] = load_vector(p + i * kWidth<T>);
   return raw;
 }
 
@@ -61,7 +66,7 @@ __device__ __forceinline__ void store_chunk(T* p, const float* y) {
     float part[kWidth<T>];
 #pragma unroll
     for (int j = 0; j < kWidth<T>; ++j) part[j] = y[i * kWidth<T> + j];
-    store_out(p + i * kWidth<T>, pack<T>(part));
+    store_vector(p + i * kWidth<T>, pack<T>(part));
   }
 }
 
@@ -113,7 +118,7 @@ __device__ __forceinline__ Head head_at(const QkNormRopeAppendParams& p, int ind
 template <class T>
 __device__ __forceinline__ void fill_weights(const QkNormRopeAppendParams& p, float (&weights)[2][kMaxDim]) {
 #pragma unroll 1
-  for (int i = threadIdx.x; i < p.dim; i += PYLLM_ROPE_THREADS) {
+  for (int i = threadIdx.x; i < p.dim; i += kRopeThreads) {
     float q = 1.f, k = 1.f;
     if (p.q_weight != nullptr)
       q = p.q_weight_fp32 ? static_cast<const float*>(p.q_weight)[i] : to_float(static_cast<const T*>(p.q_weight)[i]);
@@ -236,9 +241,9 @@ __device__ __forceinline__ void scale_chunks(const Chunks& c, const float* weigh
 
 // grid (T, pieces): a piece is `passes` times Threads / Lanes heads of the row.
 template <class T, int Lanes, int Heads, bool Chunked, bool Fp8>
-__global__ void __launch_bounds__(PYLLM_ROPE_THREADS, sizeof(T) == 4 ? 2 : PYLLM_ROPE_MIN_CTAS)
+__global__ void __launch_bounds__(kRopeThreads, sizeof(T) == 4 ? 2 : kRopeMinCtas)
     qk_norm_rope_append_kernel(const __grid_constant__ QkNormRopeAppendParams p, const __grid_constant__ RopePlan plan) {
-  constexpr int kGroups = PYLLM_ROPE_THREADS / Lanes;
+  constexpr int kGroups = kRopeThreads / Lanes;
   __shared__ __align__(16) float weights[2][kMaxDim];
   const int64_t token = blockIdx.x;
   const int begin_head = blockIdx.y * plan.passes * kGroups;
@@ -268,7 +273,7 @@ __global__ void __launch_bounds__(PYLLM_ROPE_THREADS, sizeof(T) == 4 ? 2 : PYLLM
   const Lines<T, Fp8> to(p, plan.page, token);
   float cosines[kChunk], sines[kChunk];
   if (Chunked && line != nullptr) load_rotation(p, c, line, cosines, sines);
-  loads_issued();
+  pdl_trigger();
   if (norm) __syncthreads();
 
 #pragma unroll
@@ -310,20 +315,20 @@ __global__ void __launch_bounds__(PYLLM_ROPE_THREADS, sizeof(T) == 4 ? 2 : PYLLM
 
 template <class T, int Lanes, int Heads, bool Chunked, bool Fp8>
 void launch_rope(const QkNormRopeAppendParams& p, cudaStream_t stream) {
-  constexpr int kGroups = PYLLM_ROPE_THREADS / Lanes;
+  constexpr int kGroups = kRopeThreads / Lanes;
   const int all = (p.heads + 2 * p.kv_heads + kGroups - 1) / kGroups;  // passes over a row
-  const bool spread = p.tokens * all <= static_cast<int64_t>(sm_count()) * PYLLM_ROPE_SPREAD_CTAS;
+  const bool spread = p.tokens * all <= static_cast<int64_t>(sm_count()) * kRopeSpreadCtas;
   const int pieces = spread ? all : (all + Heads - 1) / Heads;
   const int turning = p.interleaved ? 0 : p.rotary / (2 * kChunk);
   const int rest = (p.dim - 2 * kChunk * turning + 2 * kChunk - 1) / (2 * kChunk);
   const RopePlan plan{(all + pieces - 1) / pieces, turning, rest, 1.f / static_cast<float>(p.dim), row_split(std::max(p.page, 1))};
-  launch("qk_norm_rope_append", {dim3(static_cast<unsigned>(p.tokens), static_cast<unsigned>(pieces)), PYLLM_ROPE_THREADS}, stream,
+  launch("qk_norm_rope_append", {dim3(static_cast<unsigned>(p.tokens), static_cast<unsigned>(pieces)), kRopeThreads}, stream,
          qk_norm_rope_append_kernel<T, Lanes, Heads, Chunked, Fp8>, p, plan);
 }
 
 template <class T, bool Fp8>
 void launch_qk_norm_rope_append(const QkNormRopeAppendParams& p, cudaStream_t stream) {
-  constexpr int kHeads = sizeof(T) == 4 ? (PYLLM_ROPE_HEADS + 1) / 2 : PYLLM_ROPE_HEADS;
+  constexpr int kHeads = sizeof(T) == 4 ? (kRopeHeads + 1) / 2 : kRopeHeads;
   if (p.rotary % (p.interleaved ? kChunk : 2 * kChunk) != 0) {
     launch_rope<T, 16, 1, false, Fp8>(p, stream);
   } else if (p.dim <= 64) {

@@ -4,38 +4,6 @@
 
 #include "common/params.h"
 
-// Threads of a CTA.
-#ifndef PYLLM_ROPE_THREADS
-#define PYLLM_ROPE_THREADS 128
-#endif
-// Heads a thread holds at most, of bf16 and fp16 (fp32: half of it, rounded up).
-#ifndef PYLLM_ROPE_HEADS
-#define PYLLM_ROPE_HEADS 3
-#endif
-// CTAs that must fit an SM: 6 caps a thread at 80 registers.
-#ifndef PYLLM_ROPE_MIN_CTAS
-#define PYLLM_ROPE_MIN_CTAS 6
-#endif
-// Up to this many CTAs per SM each thread takes one head: more CTAs, less latency. Beyond it, as many heads as it can hold.
-#ifndef PYLLM_ROPE_SPREAD_CTAS
-#define PYLLM_ROPE_SPREAD_CTAS 4
-#endif
-// The kernel of rope_halves.cuh: warps of a CTA, passes of a warp at most (of 1 KB each, in shared memory), and CTAs that must fit an SM
-// (12 of 64 threads cap a thread at 80 registers).
-#ifndef PYLLM_ROPE_HALVES_WARPS
-#define PYLLM_ROPE_HALVES_WARPS 2
-#endif
-#ifndef PYLLM_ROPE_HALVES_PASSES
-#define PYLLM_ROPE_HALVES_PASSES 6
-#endif
-#ifndef PYLLM_ROPE_HALVES_MIN_CTAS
-#define PYLLM_ROPE_HALVES_MIN_CTAS 12
-#endif
-// Up to this many CTAs per SM, a pass per warp, straight from global memory: one wave, and the shortest chain.
-#ifndef PYLLM_ROPE_HALVES_SPREAD_CTAS
-#define PYLLM_ROPE_HALVES_SPREAD_CTAS 12
-#endif
-
 namespace pyllm {
 
 struct QkNormRopeAppendParams {

@@ -13,7 +13,13 @@
 
 namespace pyllm::fused {
 
-constexpr int kHalvesWarps = PYLLM_ROPE_HALVES_WARPS;
+// Measured on an H200, T = 8192, 32 + 2 * 8 heads of 128, bf16, as the share of a copy of the same bytes: 94.8 %, with the norm 92.8 %.
+// One warp of 12 passes 93.7 % and 88.5 %; two CTAs of 2 warps x 3 passes 94.6 % and 90.9 %; without the bulk copy 81.9 % and 73.3 %.
+constexpr int kHalvesWarps = 2;
+constexpr int kHalvesPasses = 6;    // of a warp at most, 1 KB of shared memory each
+constexpr int kHalvesMinCtas = 12;  // caps a thread at 80 registers
+// Up to this many CTAs per SM, a pass per warp, straight from global memory: one wave, and the shortest chain.
+constexpr int kHalvesSpreadCtas = 12;
 constexpr int kPassBytes = 1024;
 
 struct HalvesPlan {
@@ -117,10 +123,10 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier) {
 
 // grid (T, pieces): a piece is `passes` passes of each warp.
 template <class T, int Dim, bool Norm, bool Fp8, bool Bulk>
-__global__ void __launch_bounds__(kHalvesWarps * 32, PYLLM_ROPE_HALVES_MIN_CTAS)
+__global__ void __launch_bounds__(kHalvesWarps * 32, kHalvesMinCtas)
     rope_halves_kernel(const __grid_constant__ QkNormRopeAppendParams p, const __grid_constant__ HalvesPlan plan) {
   constexpr int kHalf = Dim / 2, kLanes = Dim / 16, kHeads = 32 / kLanes;
-  __shared__ __align__(128) uint8_t heads[Bulk ? kHalvesWarps * PYLLM_ROPE_HALVES_PASSES * kPassBytes : 16];
+  __shared__ __align__(128) uint8_t heads[Bulk ? kHalvesWarps * kHalvesPasses * kPassBytes : 16];
   __shared__ uint64_t barrier;
   const int64_t token = blockIdx.x;
   const int all = plan.q_passes + 2 * plan.kv_passes;
@@ -146,13 +152,13 @@ __global__ void __launch_bounds__(kHalvesWarps * 32, PYLLM_ROPE_HALVES_MIN_CTAS)
     }
   } else if (begin < end && first.local + sub < first.heads) {
     const T* const x = row + (first.before + first.local + sub) * Dim + at;
-    raw[0] = load_once(x), raw[1] = load_once(x + kHalf);
+    raw[0] = load_vector(x), raw[1] = load_vector(x + kHalf);
   }
   const float* const line = p.cos_sin + static_cast<int64_t>(p.rows[token]) * Dim;
   const Lines<T, Fp8> to(p, plan.page, token);
   Turn<Norm> turn;
   if (turns) turn.load(line, at, kHalf);
-  loads_issued();
+  pdl_trigger();
   if (Norm && turns) {
     if constexpr (Bulk) Turn<Norm>::template load_weight<T>(p, first.kind, at, kHalf, w);
     turn.weigh(w);
@@ -183,7 +189,7 @@ __global__ void __launch_bounds__(kHalvesWarps * 32, PYLLM_ROPE_HALVES_MIN_CTAS)
     if (kind != kQ && !to.stored) continue;
     if (!Fp8 && kind == kV) {
       T* const v = reinterpret_cast<T*>(to.v) + local * Dim + at;
-      if (exists) store_out(v, raw[0]), store_out(v + kHalf, raw[1]);
+      if (exists) store_vector(v, raw[0]), store_vector(v + kHalf, raw[1]);
       continue;
     }
     float y[2][kChunk];
@@ -210,20 +216,20 @@ __global__ void __launch_bounds__(kHalvesWarps * 32, PYLLM_ROPE_HALVES_MIN_CTAS)
       store_chunk_e4m3(e + kHalf, y[1], inverse);
     } else {
       T* const out = (kind == kQ ? to.q : reinterpret_cast<T*>(to.k)) + local * Dim + at;
-      store_out(out, pack<T>(y[0]));
-      store_out(out + kHalf, pack<T>(y[1]));
+      store_vector(out, pack<T>(y[0]));
+      store_vector(out + kHalf, pack<T>(y[1]));
     }
   }
 }
 
 template <class T, int Dim, bool Norm, bool Fp8>
 void launch_rope_halves(const QkNormRopeAppendParams& p, cudaStream_t stream) {
-  constexpr int kHeads = 512 / Dim, kWarps = kHalvesWarps, kPasses = kWarps * PYLLM_ROPE_HALVES_PASSES;
+  constexpr int kHeads = 512 / Dim, kWarps = kHalvesWarps, kPasses = kWarps * kHalvesPasses;
   const int q_passes = (p.heads + kHeads - 1) / kHeads, kv_passes = (p.kv_heads + kHeads - 1) / kHeads;
   const int all = q_passes + 2 * kv_passes, spread = (all + kWarps - 1) / kWarps;
   const RowSplit page = row_split(std::max(p.page, 1));
   const auto tokens = static_cast<unsigned>(p.tokens);
-  if (p.tokens * spread <= static_cast<int64_t>(sm_count()) * PYLLM_ROPE_HALVES_SPREAD_CTAS) {
+  if (p.tokens * spread <= static_cast<int64_t>(sm_count()) * kHalvesSpreadCtas) {
     launch("qk_norm_rope_append", {dim3(tokens, static_cast<unsigned>(spread)), kWarps * 32}, stream,
            rope_halves_kernel<T, Dim, Norm, Fp8, false>, p, HalvesPlan{1, q_passes, kv_passes, page});
     return;

@@ -37,7 +37,7 @@ template <class T>
 __device__ __forceinline__ uint4 load_shifted(const char* p) {
   const auto shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(p) % 16);
   const char* const aligned = p - shift;
-  const uint4 low = load_once(aligned), high = shift == 0 ? low : load_once(aligned + 16);
+  const uint4 low = load_vector(aligned), high = shift == 0 ? low : load_vector(aligned + 16);
   uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
   for (int i = 0; i < 6; ++i) w[i] = shift & 8 ? w[i + 2] : w[i];
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(Threads) shifted_kernel(const __grid_constant_
     }
     raw[k] = *reinterpret_cast<const uint4*>(parts);
   }
-  loads_issued();
+  pdl_trigger();
 #pragma unroll
   for (int k = 0; k < Vectors; ++k) {
     const uint32_t i = first + k * Threads * kItems;
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(Threads) shifted_kernel(const __grid_constant_
     alignas(16) T parts[kItems];
     *reinterpret_cast<uint4*>(parts) = map_vector<T>(raw[k], f);
     if (i + kItems <= a.elements) {
-      store_out(to, *reinterpret_cast<const uint4*>(parts));
+      store_vector(to, *reinterpret_cast<const uint4*>(parts));
       continue;
     }
 #pragma unroll
@@ -102,7 +102,6 @@ __global__ void __launch_bounds__(Threads) shifted_kernel(const __grid_constant_
 
 template <class T, class F>
 void launch_shifted(const SoftcapParams& p, F f, cudaStream_t stream) {
-  constexpr int kVectors = PYLLM_SOFTCAP_SHIFTED_VECTORS;
   const int64_t row_bytes = p.x_stride * static_cast<int64_t>(sizeof(T)), out_bytes = p.width * static_cast<int64_t>(sizeof(T));
   // 8 rows at a time, so that the output of each launch starts at a multiple of 16 bytes.
   in_launches(
@@ -127,7 +126,7 @@ void launch_softcap(const SoftcapParams& p, cudaStream_t stream) {
   const bool end_to_end = p.tokens <= 1 || p.x_stride == p.width;
   const bool aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0;
   if (aligned && (end_to_end || (p.x_stride * kItem % 16 == 0 && p.width * kItem % 16 == 0))) {
-    launch_map<T, PYLLM_ACT_VECTORS>("softcap", p.x, p.out, p.tokens, p.width, p.x_stride * kItem, f, stream);
+    launch_map<T>("softcap", p.x, p.out, p.tokens, p.width, p.x_stride * kItem, f, stream);
   } else {
     launch_shifted<T>(p, f, stream);
   }

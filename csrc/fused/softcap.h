@@ -4,11 +4,6 @@
 
 #include "common/params.h"
 
-// 16-byte vectors of output per thread where rows do not start at multiples of 16 bytes.
-#ifndef PYLLM_SOFTCAP_SHIFTED_VECTORS
-#define PYLLM_SOFTCAP_SHIFTED_VECTORS 2
-#endif
-
 namespace pyllm {
 
 struct SoftcapParams {
