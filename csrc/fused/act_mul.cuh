@@ -2,7 +2,7 @@
 //
 // Layout: x [T, 2F] dense rows, gate then up, any stride of a multiple of 16 bytes; out [T, F] contiguous. A thread owns one
 // 16-byte vector of out, so two loads are in flight: 104 % of a copy of the same bytes at 8192 x 4096, bf16, on an H200; two vectors,
-// 102 to 103 %. 3 * T * F elements move through memory.
+// 101 to 103 %. 3 * T * F elements move through memory.
 // Limits: F a multiple of 8.
 #pragma once
 #include "fused/act_mul.h"
