@@ -91,7 +91,7 @@ struct alignas(16) Slot {
 
 // Each kind of exchange has its slots, so that a fast CTA that already publishes the next one never overwrites what a slow one still reads:
 // between two exchanges of one kind there is always a cluster barrier.
-enum SlotKind { kTopSlot, kFillSlot, kGatherSlot, kCountSlot, kShareSlot, kLastSlot, kSlotKinds };
+enum SlotKind { kTopSlot, kFillSlot, kGatherSlot, kCountSlot, kMassSlot, kDrawnSlot, kLastSlot, kSlotKinds };
 
 struct Exchange {
   Slot slots[kSlotKinds][kMaxCluster];

@@ -1,4 +1,4 @@
-// Philox4x32-10 (Salmon et al., SC11) and the exponential that races for a token; bit for bit pyllm/ops/philox.py.
+// Philox4x32-10 (Salmon et al., SC11); bit for bit pyllm/ops/philox.py.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -6,7 +6,7 @@
 
 namespace pyllm::sampling {
 
-// One request's random stream: key = seed, counter = (token / 4, index, position, 0), word token % 4.
+// One request's random stream: key = seed, counter = (round, index, position, 0).
 struct Stream {
   uint32_t seed_low, seed_high, index, position;
 };
@@ -24,28 +24,10 @@ __device__ __forceinline__ uint4 philox4x32(uint4 c, uint32_t k0, uint32_t k1) {
   return c;
 }
 
-// The words of tokens 4 * group ... 4 * group + 3.
-__device__ __forceinline__ uint4 random_words(const Stream& s, uint32_t group) {
-  return philox4x32(make_uint4(group, s.index, s.position, 0), s.seed_low, s.seed_high);
+// 64 uniform bits for a round of the draw: words 0 (low) and 1.
+__device__ __forceinline__ uint64_t random_bits(const Stream& s, uint32_t round) {
+  const uint4 words = philox4x32(make_uint4(round, s.index, s.position, 0), s.seed_low, s.seed_high);
+  return static_cast<uint64_t>(words.y) << 32 | words.x;
 }
-
-// log2(E), E = -ln(1 - u), u = (r + 1/2) / 2^32. Both ends keep full fp32 precision: small u through log1p, u near 1 through 1 - u,
-// which is (2^32 - 1 - r + 1/2) / 2^32. So -33 <= log2(E) < 4.52.
-__device__ __forceinline__ float log2_exponential(uint32_t r) {
-  const bool low = r < 0x80000000u;
-  const float u = (static_cast<float>(low ? r : ~r) + 0.5f) * 0x1p-32f;
-  return log2f(-(low ? log1pf(-u) : logf(u)));
-}
-constexpr float kMaxLog2Exponential = 4.53f;
-constexpr float kMinLog2Exponential = -33.01f;
-
-// Word token % 4.
-__device__ __forceinline__ uint32_t word_of(const uint4& words, uint32_t token) {
-  const uint32_t low = token & 1 ? words.y : words.x, high = token & 1 ? words.w : words.z;
-  return token & 2 ? high : low;
-}
-
-// A lower bound of u that needs no int-to-float conversion (those run at an eighth of the fp32 rate): 1 + floor(r / 2^9) / 2^23.
-__device__ __forceinline__ float one_plus_u_floor(uint32_t r) { return __uint_as_float(0x3f800000u | (r >> 9)); }
 
 }  // namespace pyllm::sampling

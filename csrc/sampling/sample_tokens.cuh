@@ -1,16 +1,18 @@
-// sample_tokens: one token per row of logits: temperature, top-k, top-p, min-p, then argmax of w_i / E_i over the kept tokens.
+// sample_tokens: one token per row of logits: temperature, top-k, top-p, min-p, then a draw by inverse distribution function.
 //
-// One cluster of 1 ... 16 CTAs per row; every CTA reads its slice of the row once and keeps it in shared memory (row.cuh).
-//   greedy       maximum and lowest id of each slice, one exchange.
-//   plain        maximum (1 exchange), then every token races: Philox per 4 tokens, and per token 8 instructions that rule out nearly all
-//                (E >= u is compared with what beats the best score so far); logarithms for the few that are left.
-//   top-k        a shortlist of ~k candidates from the threads' maxima (3 exchanges), pairwise ranks (1), top-p on them (1), race on them.
-//   top-p alone  mass histogram and exact cut (select.cuh, 5 exchanges), race over the row's kept tokens.
-//   min-p alone  a threshold: as plain, noise for the kept tokens only.
-// Estimates, V = 128256, one row (16 CTAs), us: launch 2, read 1.5, an exchange 0.3 (histogram merge 0.8), a pass over the slice 0.2:
-// greedy 4, plain 5, top-k with top-p and min-p 7, top-p alone 8. 256 rows (8 CTAs each): read 14 (bf16) or 29 (fp32) at 4.6 TB/s;
-// instructions per token 2 (top-k), 12 (top-p), 25 (plain), at ~1.15 us each over 132 SMs, overlapped by the 2-3 CTAs of an SM.
+// A cluster of 1 ... 16 CTAs per row (launch_shape.h), one read of global memory that also finds the maximum (row.cuh), then
+//   greedy  lowest id of the maximum (1 exchange).
+//   top-k   a shortlist of little more than k tokens (select.cuh, 2 exchanges); CTA 0 finishes alone on it.
+//   other   sum the weights as integers per warp in the order of ids, multiply the sum by a random fraction, and find the token there: two
+//           exchanges. top-p: a token outside of the nucleus is rejected, and the draw repeated among the tokens ahead of it: the sum of
+//           those is what decides on the token as well, so a round is one pass. That costs a pass more than plain for 1 - p of the rows
+//           another, and no sorting, histogram or atomic.
+// Integer sums make the draw independent of the spread over CTAs, warps and lanes.
+// Estimates, V = 128256, 256 rows, us: read 14 (bf16) or 29 (fp32) at 4.6 TB/s; a pass over the weights 10 (one exp2 per token, at 16 per
+// clock and SM, is 8.4), plus what of the row does not fit shared memory: 60 % of bf16, 80 % of fp32, again from L2 or HBM.
 #pragma once
+#include <type_traits>
+
 #include "common/launch.h"
 #include "sampling/philox.cuh"
 #include "sampling/sample_tokens.h"
@@ -34,88 +36,295 @@ struct Settings {  // of one row
     stream = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32), p.index ? static_cast<uint32_t>(p.index[row]) : 0,
               p.position ? static_cast<uint32_t>(p.position[row]) : 0};
   }
-  __device__ bool greedy() const { return !(temperature > 0.f) || k == 1; }
+  __device__ bool greedy() const { return !(temperature > 0.f) || k == 1 || share == 0.f; }
   // Bounded on both sides, so that 0 * inverse and -inf * inverse are never NaN.
   __device__ float inverse() const { return fminf(kLog2e / fminf(temperature, 1e37f), 3e38f); }
-  // Log2 weight under which a token is dropped: min-p, or too small to win even with the luckiest E against the maximum's worst.
-  __device__ float least() const {
-    const float never = kMinLog2Exponential - kMaxLog2Exponential;
-    return min_p > 0.f ? fmaxf(log2f(fminf(min_p, 1.f)), never) : never;
+  // Log2 weight under which min-p drops a token.
+  __device__ float least() const { return min_p > 0.f ? log2f(fminf(min_p, 1.f)) : -INFINITY; }
+  // What the tokens ahead of a token of the nucleus weigh less than, given all tokens' weight; top-p off: anything.
+  __device__ uint64_t target(uint64_t total) const {
+    if (!(share < 1.f)) return ~0ull;
+    const double mass = ceil(static_cast<double>(share) * static_cast<double>(total));
+    return mass > 1.0 ? static_cast<uint64_t>(mass) : 1;
   }
 };
+
+// The tokens a draw is among: at or before (logit, id) in the order, log2 weight at least `floor`.
+struct Filter {
+  Scale scale;
+  float logit;
+  int id;
+  float floor;
+  bool all;    // neither of the two drops a token
+  bool exact;  // masses are 2^-31 per token, as in a list of top-k tokens; else 2^-40 of the running sum over four tokens
+
+  __device__ __forceinline__ float weight(float x, uint32_t token) const {
+    const float y = scale.log2_weight(x);
+    const bool kept = all || ((x > logit || (x == logit && static_cast<int>(token) <= id)) && y >= floor);
+    return kept ? exp2_fast(y) : 0.f;
+  }
+  // The mass of tokens id ... id + e, for e = 0 ... 3.
+  template <bool kExact>
+  __device__ __forceinline__ void masses(const float (&x)[4], uint32_t token, uint64_t (&mass)[4]) const {
+    float sum = 0.f;
+    uint64_t exact_sum = 0;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float w = weight(x[e], token + e);
+      if constexpr (kExact) {
+        mass[e] = exact_sum += __float2uint_rn(w * kMassUnit);
+      } else {
+        sum += w;
+        mass[e] = __float2ull_rn(sum * kTotalUnit);
+      }
+    }
+  }
+  __device__ __forceinline__ void masses(const float (&x)[4], uint32_t token, uint64_t (&mass)[4]) const {
+    if (exact) {
+      masses<true>(x, token, mass);
+    } else {
+      masses<false>(x, token, mass);
+    }
+  }
+};
+
+constexpr int kMaxSpan = 128;  // 2^20 tokens in chunks of 512, 16 warps
 
 template <class T, int kThreads>
 struct SampleWork : Work<T, kThreads> {
   Settings set;
   int32_t* out;
+  uint64_t warp_mass[kMaxWarps], chunk_mass[kMaxSpan];
+  uint64_t hit;  // logit's bits, id
+  alignas(16) float chunk[Row<T, kThreads>::kChunk];
 };
 
-// The best (score, lowest id) as one integer: scores order like logits.
+// Sums masses over the slice into work.warp_mass, and exchanges the CTAs' sums (kMassSlot).
 template <class T, int kThreads>
-__device__ uint64_t race_row(const Row<T, kThreads>& shared_row, const Scale& scale, float least, uint64_t cut, const Stream& stream) {
-  static_assert(Row<T, kThreads>::kStep == 4, "Philox gives four words");
-  const Row<T, kThreads> row = shared_row;
-  uint64_t best = 0;
-  float bar = -kMaxLog2Exponential;  // the maximum's token, always kept, scores at least this
-  row.for_each([&](int i, const float (&x)[4]) {
-    const float floor = fmaxf(least, bar + kMinLog2Exponential);
-    const float most = row.max_of(x);
-    if (!__any_sync(kAll, scale.log2_weight(most) >= floor && order_key(most) >= cut >> 32)) return;
-    const uint4 words = random_words(stream, row.id(i) / 4);
-    const uint32_t r[4] = {words.x, words.y, words.z, words.w};
-    uint32_t chances = 0;
+__device__ uint64_t sum_masses(SampleWork<T, kThreads>& work, Cluster<kThreads>& cluster, const Filter& given) {
+  const Row<T, kThreads> row = work.row;
+  Filter filter = given;
+  uint64_t sum = 0;
+  // Three copies of the pass: what a row does not need would otherwise cost each of its tokens several instructions.
+  const auto add = [&](auto exact) {
+    row.for_each([&](int i, const float (&x)[4]) {
+      uint64_t mass[4];
+      filter.template masses<decltype(exact)::value>(x, row.id(i), mass);
+      sum += mass[3];
+    });
+  };
+  if (given.exact) {
+    filter.all = false;
+    add(std::true_type());
+  } else if (given.all) {
+    filter.all = true;
+    add(std::false_type());
+  } else {
+    filter.all = false;
+    add(std::false_type());
+  }
+  sum = warp_all(sum, Sum());
+  __syncthreads();  // the last round's sums have been read
+  if (threadIdx.x % 32 == 0) work.warp_mass[threadIdx.x / 32] = sum;
+  __syncthreads();
+  uint64_t mine = 0;
+  for (int w = 0; w < kThreads / 32; ++w) mine += work.warp_mass[w];
+  cluster.publish(kMassSlot, {mine, 0});
+  uint64_t total = 0;
+  for (uint32_t r = 0; r < cluster.size(); ++r) total += cluster.slot(kMassSlot, r).a;
+  return total;
+}
+
+// Within chunk c of warp w's tokens, the token at which the mass passes `at`, into work.hit. By one warp; the chunk goes through shared
+// memory, so that each lane has sixteen consecutive tokens.
+template <class T, int kThreads>
+__device__ void pick(SampleWork<T, kThreads>& work, const Filter& filter, int w, int c, uint64_t at) {
+  const Row<T, kThreads> row = work.row;
+  const int lane = threadIdx.x % 32, first = (w * row.span + c) * row.kChunk;
+  row.visit(w, c, [&](int i, const float (&x)[4]) { store_vec(work.chunk + i - first, Vec<float, 4>{x[0], x[1], x[2], x[3]}); });
+  __syncwarp();
+  const auto masses_at = [&](int i, float (&x)[4], uint64_t (&mass)[4]) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[e] = work.chunk[i + e];
+    filter.masses(x, row.id(first + i), mass);
+  };
+  float x[4];
+  uint64_t mass[4], sum = 0;
+#pragma unroll 1
+  for (int i = lane * 16; i < lane * 16 + 16; i += 4) {
+    masses_at(i, x, mass);
+    sum += mass[3];
+  }
+  uint64_t scan = sum;  // inclusive over the lanes
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const uint64_t left = __shfl_up_sync(kAll, scan, offset);
+    if (lane >= offset) scan += left;
+  }
+  uint64_t before = scan - sum;
+  if (at < before || at >= scan) return;
+#pragma unroll 1
+  for (int i = lane * 16; i < lane * 16 + 16; i += 4) {
+    masses_at(i, x, mass);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float y = scale.log2_weight(x[e]);
-      const bool kept = y >= floor && (cut == 0 || place_of(x[e], row.id(i + e)) >= cut);
-      // A win needs E < 2^(y - bar), and E >= u; the factor and 2^-22 cover the rounding of this filter.
-      const float limit = fmaf(exp2_fast(y - bar), 1.001f, 1.f + 0x1p-22f);
-      chances |= kept && one_plus_u_floor(r[e]) <= limit ? 1u << e : 0u;
+      if (at >= before + (e ? mass[e - 1] : 0) && at < before + mass[e]) {
+        work.hit = static_cast<uint64_t>(__float_as_uint(x[e])) << 32 | row.id(first + i + e);
+      }
     }
-    bool better = false;
-    for (; chances; chances &= chances - 1) {
-      const int e = __ffs(chances) - 1;
-      const float logit = e & 2 ? (e & 1 ? x[3] : x[2]) : (e & 1 ? x[1] : x[0]);
-      const uint64_t place = place_of(scale.log2_weight(logit) - log2_exponential(word_of(words, e)), row.id(i + e));
-      better |= place > best;
-      best = max(best, place);
-    }
-    if (__any_sync(kAll, better)) {  // the warp shares its best score: the filter tightens for all lanes
-      const uint32_t key = __reduce_max_sync(kAll, static_cast<uint32_t>(best >> 32));
-      bar = fmaxf(bar, from_order_key(key));
-    }
-  });
-  return best;
-}
-
-// The same race among work.items.
-template <class T, int kThreads>
-__device__ __forceinline__ uint64_t race_items(const Work<T, kThreads>& work, uint32_t n, const Scale& scale, float least, uint64_t cut,
-                                               const Stream& stream) {
-  uint64_t best = 0;
-  for (uint32_t i = threadIdx.x; i < n; i += kThreads) {
-    const uint64_t place = work.items[i];
-    const float y = scale.log2_weight(value_of(place));
-    if (place < cut || !(y >= least)) continue;
-    const uint32_t id = id_of(place);
-    best = max(best, place_of(y - log2_exponential(word_of(random_words(stream, id / 4), id)), id));
+    before += mass[3];
   }
-  return best;
+}
+
+// The same in the CTA's slice, after sum_masses.
+template <class T, int kThreads>
+__device__ void locate(SampleWork<T, kThreads>& work, const Filter& filter, uint64_t at) {
+  int w = 0;
+  for (; at >= work.warp_mass[w]; ++w) at -= work.warp_mass[w];
+  const Row<T, kThreads> row = work.row;
+  const int warp = threadIdx.x / 32;
+#pragma unroll 1
+  for (int c = warp; c < row.chunks_of(w); c += kThreads / 32) {
+    uint64_t sum = 0;
+    row.visit(w, c, [&](int i, const float (&x)[4]) {
+      uint64_t mass[4];
+      filter.masses(x, row.id(i), mass);
+      sum += mass[3];
+    });
+    sum = warp_all(sum, Sum());
+    if (threadIdx.x % 32 == 0) work.chunk_mass[c] = sum;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    int c = 0;
+    for (; at >= work.chunk_mass[c]; ++c) at -= work.chunk_mass[c];
+    pick(work, filter, w, c, at);
+  }
+  __syncthreads();
+}
+
+// A draw from the whole row (limit 0) or its tokens at or before `limit`; CTA 0 or the CTA that holds the token writes it.
+template <class T, int kThreads>
+__device__ void draw_from_row(SampleWork<T, kThreads>& work, Cluster<kThreads>& cluster, uint64_t limit) {
+  const float share = work.set.share, least = work.set.least();
+  Filter filter{work.scale,
+                limit ? value_of(limit) : -INFINITY,
+                limit ? static_cast<int>(id_of(limit)) : INT32_MAX,
+                share < 1.f ? -INFINITY : least,
+                false,
+                work.set.k != 0};
+  filter.all = limit == 0 && filter.floor == -INFINITY;
+  uint64_t target = 0;
+  for (uint32_t round = 0;; ++round) {
+    const uint64_t total = sum_masses(work, cluster, filter);
+    if (round == 0) {
+      target = work.set.target(total);
+    } else if (total < target && filter.scale.log2_weight(filter.logit) >= least) {
+      if (cluster.rank() == 0 && threadIdx.x == 0) *work.out = filter.id + 1;
+      return;
+    }
+    uint64_t at = __umul64hi(random_bits(work.set.stream, round), total);
+    uint32_t owner = 0;
+    for (; at >= cluster.slot(kMassSlot, owner).a; ++owner) at -= cluster.slot(kMassSlot, owner).a;
+    if (owner == cluster.rank()) locate(work, filter, at);
+    if (!(share < 1.f)) {
+      if (owner == cluster.rank() && threadIdx.x == 0) *work.out = static_cast<int32_t>(work.hit);
+      return;
+    }
+    cluster.publish(kDrawnSlot, {work.hit, 0});
+    const uint64_t hit = cluster.slot(kDrawnSlot, owner).a;
+    filter.logit = __uint_as_float(static_cast<uint32_t>(hit >> 32));
+    filter.id = static_cast<int>(static_cast<uint32_t>(hit)) - 1;
+    filter.floor = least;
+    filter.all = false;
+  }
+}
+
+// The first k of the n tokens of the list, and what is ahead of each: work.hit_place is the last, the sum of their masses comes back.
+template <class T, int kThreads>
+__device__ uint64_t rank_list(SampleWork<T, kThreads>& work, uint32_t n) {
+  const uint32_t lane = threadIdx.x % 32, k = work.set.k;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x / 32; i < n; i += kThreads / 32) {
+    const uint64_t mine = work.items[i];
+    uint32_t count = 0;
+    uint64_t mass = 0;
+    for (uint32_t j = lane; j < n; j += 32) {
+      const bool ahead = work.items[j] > mine;
+      count += ahead;
+      mass += ahead ? work.item_mass[j] : 0u;
+    }
+    count = __reduce_add_sync(kAll, count);
+    mass = warp_all(mass, Sum());
+    if (lane != 0) continue;
+    work.item_ahead[i] = mass;
+    if (count + 1 == k) {
+      work.hit_place = mine;
+      work.hit_before = mass + work.item_mass[i];
+    }
+  }
+  __syncthreads();
+  return work.hit_before;
+}
+
+// The same draw as draw_from_row, on the list that CTA 0 has.
+template <class T, int kThreads>
+__device__ int draw_from_list(SampleWork<T, kThreads>& work, Cluster<kThreads>& cluster, uint32_t n) {
+  const uint64_t target = work.set.target(rank_list(work, n));
+  const float share = work.set.share, least = work.set.least();
+  const Scale scale = work.scale;
+  const uint32_t lane = threadIdx.x % 32;
+  uint64_t limit = work.hit_place;
+  float floor = share < 1.f ? -INFINITY : least;
+  for (uint32_t round = 0;; ++round) {
+    const auto mass_of = [&](uint32_t i, uint64_t place) {
+      return place >= limit && scale.log2_weight(value_of(place)) >= floor ? work.item_mass[i] : 0u;
+    };
+    uint64_t total = 0;
+    for (uint32_t i = threadIdx.x; i < n; i += kThreads) total += mass_of(i, work.items[i]);
+    total = cluster.block_all(total, Sum());
+    const uint64_t at = __umul64hi(random_bits(work.set.stream, round), total);
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x / 32; i < n; i += kThreads / 32) {
+      const uint64_t place = work.items[i];
+      const uint32_t mine = mass_of(i, place), id = id_of(place);
+      if (mine == 0) continue;
+      uint64_t before = 0;
+      for (uint32_t j = lane; j < n; j += 32) {
+        const uint64_t other = work.items[j];
+        if (id_of(other) < id) before += mass_of(j, other);
+      }
+      before = warp_all(before, Sum());
+      if (lane == 0 && at >= before && at < before + mine) work.hit = i;
+    }
+    __syncthreads();
+    const uint32_t hit = static_cast<uint32_t>(work.hit);
+    const uint64_t place = work.items[hit];
+    const bool large = scale.log2_weight(value_of(place)) >= least;
+    if (large && work.item_ahead[hit] < target) return static_cast<int>(id_of(place));
+    limit = place + 1;
+    floor = least;
+  }
 }
 
 template <class T, int kThreads>
-__device__ int greedy_token(Cluster<kThreads>& cluster, const Row<T, kThreads>& row, typename Row<T, kThreads>::Staged own) {
-  const float most = cluster.block_all(own.max, MaxNan());
+__device__ void greedy_token(SampleWork<T, kThreads>& work, Cluster<kThreads>& cluster, float own) {
+  const Row<T, kThreads> row = work.row;
+  const float most = cluster.block_all(own, MaxNan());
   const bool finite = isfinite(most) || (most == INFINITY && cluster.block_all(row.any_finite() ? 1 : 0, Max()) != 0);
   uint32_t id = 0xffffffffu;
-  if (__any_sync(kAll, own.bound >= most)) {
-    row.for_each([&](int i, const float (&x)[4]) {
+  const bool active = own == most;
+  if (__any_sync(kAll, active)) {
+    row.for_each(
+        [&](int i, const float (&x)[4]) {
+          if (!active || Row<T, kThreads>::max_of(x) < most) return;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) id = x[e] == most && row.inside(i + e) ? min(id, row.id(i + e)) : id;
-    });
+          for (int e = 0; e < 4; ++e) id = x[e] == most && row.inside(i + e) ? min(id, row.id(i + e)) : id;
+        },
+        active);
   }
   id = cluster.block_all(id, Min());
-  if (!cluster.deliver({__float_as_uint(most) | (finite ? 1ull << 32 : 0), id})) return -1;
+  if (!cluster.deliver({__float_as_uint(most) | (finite ? 1ull << 32 : 0), id})) return;
   float top = -INFINITY;
   bool any = false;
   int token = -1;
@@ -126,33 +335,34 @@ __device__ int greedy_token(Cluster<kThreads>& cluster, const Row<T, kThreads>& 
     if (theirs > top) token = static_cast<int>(slot.b);
     top = max_nan(top, theirs);
   }
-  return any && !isnan(top) ? token : -1;
+  if (threadIdx.x == 0) *work.out = any && !isnan(top) ? token : -1;
 }
 
 template <class T, int kThreads>
-__device__ int drawn_token(SampleWork<T, kThreads>& work, Cluster<kThreads>& cluster, typename Row<T, kThreads>::Staged own) {
-  const Settings& set = work.set;
-  const Top top = exchange_top(cluster, work.row, own.max);
-  if (!top.valid) return -1;
+__device__ void drawn_token(SampleWork<T, kThreads>& work, Cluster<kThreads>& cluster, float own) {
+  const uint32_t k = work.set.k;
+  const Top top = exchange_top(cluster, work.row, own, k <= kBrief<kThreads> ? k : 0);
+  if (!top.valid) {
+    if (cluster.rank() == 0 && threadIdx.x == 0) *work.out = -1;
+    return;
+  }
   if (threadIdx.x == 0) {
-    work.scale = {top.max, set.inverse()};
-    work.range = -work.scale.log2_weight(top.low);
+    work.scale = {top.max, work.set.inverse()};
+    work.low = top.low;
   }
   __syncthreads();
-  Selector<T, kThreads> selector(work, cluster, own);
-  const auto [cut, listed] = selector.select(set.k, set.share);
-  const Scale scale = work.scale;
-  const float least = set.least();
-  uint64_t best;
-  if (listed) {  // every CTA has the whole list: CTA 0 finishes alone
-    if (cluster.rank() != 0) return -1;
-    best = cluster.block_all(race_items(work, listed, scale, least, cut, set.stream), Max());
-  } else {
-    best = cluster.block_all(race_row(work.row, scale, least, cut, set.stream), Max());
-    if (!cluster.deliver({best, 0})) return -1;
-    for (uint32_t r = 0; r < cluster.size(); ++r) best = max(best, cluster.slot(kLastSlot, r).a);
+  uint64_t limit = 0;
+  if (k) {
+    Selector<T, kThreads> selector(work, cluster, own);
+    if (const uint32_t n = selector.shortlist(k)) {
+      if (cluster.rank() != 0) return;
+      const int token = draw_from_list(work, cluster, n);
+      if (threadIdx.x == 0) *work.out = token;
+      return;
+    }
+    limit = selector.place_of_kth(k);
   }
-  return static_cast<int>(id_of(best));
+  draw_from_row(work, cluster, limit);
 }
 
 // grid: rows * cluster; dynamic shared memory: SampleWork, then `held` tokens.
@@ -169,7 +379,7 @@ __global__ __launch_bounds__(kThreads, 1024 / kThreads) void sample_tokens_kerne
   pdl_wait();
   Settings set;
   if (threadIdx.x == 0) set.read(p, at);  // kept in registers until the row is staged: the two latencies overlap
-  const auto own = row.stage();
+  const float own = row.stage();
   if (threadIdx.x == 0) {
     work.row = row;
     work.set = set;
@@ -178,8 +388,11 @@ __global__ __launch_bounds__(kThreads, 1024 / kThreads) void sample_tokens_kerne
   pdl_trigger();
   cluster_wait();  // every CTA of the cluster runs: its shared memory may be written
   __syncthreads();
-  const int token = work.set.greedy() ? greedy_token(cluster, work.row, own) : drawn_token(work, cluster, own);
-  if (cluster.rank() == 0 && threadIdx.x == 0) *work.out = token;
+  if (work.set.greedy()) {
+    greedy_token(work, cluster, own);
+  } else {
+    drawn_token(work, cluster, own);
+  }
 }
 
 }  // namespace pyllm::sampling

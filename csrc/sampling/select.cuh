@@ -1,22 +1,20 @@
-// Exact selection on a row held by a cluster: the k-th token, or the token where probability mass reaches a target, in the total order
-// (logit descending, id ascending), as its `place`. Radix descent: histogram -> bin that holds the answer -> gather that bin's tokens
-// (at most kItems, else descend again) -> every warp of the cluster ranks some of them against all. Counts and 2^-31 fixed-point masses
-// are integers, so the answer depends neither on the order of atomics nor on the cluster size.
+// Exact selection on a row held by a cluster: the k first tokens in the total order (logit descending, id ascending).
+// Usual case, k <= kBrief: the tokens that reach a bound taken from the threads' maxima (row.cuh) are few, and CTA 0 lists them.
+// Else a radix descent finds the k-th token's place: histogram -> bin that holds it -> gather that bin's tokens (at most kItems, else
+// descend again) -> every warp of the cluster ranks some of them against all.
 //   level 1    linear in the logit below the maximum: real rows spread over many bins there, while the top bits of a float put most of
 //              a row into a handful of bins and serialise the atomics;
 //   level 2..  bits of the order key inside the bin, then (equal logits) bits of the id.
-// A filter on thread maxima (shortlist) makes the usual small top-k skip level 1 for all but one token per thread.
 #pragma once
 #include "sampling/row.cuh"
 
 namespace pyllm::sampling {
 
 constexpr int kBins = 1024;
-constexpr int kItems = 576;      // candidates that are ranked pairwise: 576^2 / 8 CTAs = 41k pairs, ~1 us; and 4 CTAs fit an SM
-constexpr float kWindow = 20.f;  // level 1 of a mass descent looks at tokens down to 2^-20 of the largest
+constexpr int kItems = 576;  // candidates that are ranked pairwise
 constexpr float kLog2e = 1.44269504088896f;
 constexpr float kMassUnit = 0x1p31f;   // per token
-constexpr float kTotalUnit = 0x1p40f;  // per four tokens, when the whole row is summed
+constexpr float kTotalUnit = 0x1p40f;  // per four tokens, where no top-k cuts the row
 
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
@@ -90,22 +88,27 @@ struct Region {
 template <class T, int kThreads>
 struct Work {
   Exchange exchange;
-  uint32_t low[kBins], high[kBins];  // masses in 16-bit halves: shared memory adds 32-bit words natively, 64-bit ones by a CAS loop
-  union {                            // never alive together: `merged` is read before `found` is written, with a barrier between
+  uint32_t counts[kBins];
+  union {  // never alive together: `merged` is read before `found` is written, with a barrier between
     uint64_t merged[kBins];
     uint64_t found[kItems];
   };
   uint64_t items[kItems];
+  uint64_t item_ahead[kItems];  // mass of the tokens ahead in the order
   uint32_t item_mass[kItems];
-  uint64_t target, before;  // of the query: what to reach, and what the tokens ahead of the region weigh
+  uint64_t target, before;  // what count to reach, and how many tokens are ahead of the region
   uint64_t hit_place, hit_before;
   int hit_bin;
   uint32_t found_count, first_key, last_key;
   Row<T, kThreads> row;
   Scale scale;
-  float range;  // log2 weights, from the row's maximum down to the smallest maximum of a thread
+  float low;  // logit that the k-th token reaches, if the bound is not just a guess
   Region region;
 };
+
+// Up to here k gets a bound from the threads' maxima (Top::low) and a shortlist.
+template <int kThreads>
+constexpr int kBrief = kItems / 2 < kThreads ? kItems / 2 : kThreads;
 
 template <class T, int kThreads>
 class Selector {
@@ -114,31 +117,62 @@ class Selector {
   static constexpr int kStep = Row<T, kThreads>::kStep;
   static constexpr int kWarps = kThreads / 32;
 
-  // own: the maximum of this thread's tokens, and a bound on those it meets in later passes. work.row, scale and range are set.
-  __device__ Selector(W& work, Cluster<kThreads>& cluster, typename Row<T, kThreads>::Staged own)
-      : work_(work), cluster_(cluster), own_(own) {}
+  // own: the maximum of this thread's tokens. work.row, scale and low are set.
+  __device__ Selector(W& work, Cluster<kThreads>& cluster, float own) : work_(work), cluster_(cluster), own_(own) {}
 
-  struct Cut {
-    uint64_t place;   // the last token that stays; 0: all stay
-    uint32_t listed;  // work.items[0, listed) hold all tokens that stay (and others); 0: no list
-  };
-
-  // The first k tokens (k = 0: all), and of those the fewest that reach `share` (in shared memory) of their mass (1: all). One loop, so
-  // that each pass is compiled once: the code of a cold launch is fetched from L2.
-  __device__ Cut select(uint32_t k, const float& share) {
-    Cut cut{0, 0};
-    for (int query = k ? 0 : 1; query < (share < 1.f ? 2 : 1); ++query) {
-      const bool by_mass = query == 1;
-      const uint64_t target = by_mass && cut.listed ? share_of(share, listed_mass(cut), 1.0) : k;
-      if (threadIdx.x == 0) {
-        work_.target = target;
-        work_.before = 0;
-      }
-      const uint32_t n = cut.listed ? cut.listed : candidates(by_mass, k, share, cut);
-      const uint64_t hit = n ? resolve(n, by_mass, cut.place, by_mass ? kShareSlot : kCountSlot) : 0;
-      cut.place = max(cut.place, hit);
+  // The tokens that reach work.low, a bound that k tokens reach, into CTA 0's work.items; how many. 0 if they do not fit. Where it is
+  // not 0, no CTA may use the cluster again.
+  __device__ uint32_t shortlist(uint32_t k) {
+    if (k > kBrief<kThreads>) return 0;
+    if (threadIdx.x == 0) work_.found_count = 0;
+    __syncthreads();
+    const float low = work_.low;
+    const bool active = own_ >= low;
+    if (__any_sync(kAll, active)) {
+      const auto row = work_.row;
+      row.for_each(
+          [&](int i, const float (&x)[kStep]) {
+            if (!active || Row<T, kThreads>::max_of(x) < low) return;
+#pragma unroll
+            for (int e = 0; e < kStep; ++e) {
+              if (!(x[e] >= low) || !row.inside(i + e)) continue;
+              const uint32_t at = atomicAdd(&work_.found_count, 1u);
+              if (at < kItems) work_.found[at] = place_of(x[e], row.id(i + e));
+            }
+          },
+          active);
     }
-    return cut;
+    __syncthreads();
+    cluster_.publish(kGatherSlot, {work_.found_count, 0});
+    uint32_t count = 0;
+    for (uint32_t r = 0; r < cluster_.size(); ++r) count += static_cast<uint32_t>(cluster_.slot(kGatherSlot, r).a);
+    if (count > kItems) return 0;
+    if (cluster_.rank() == 0) pull();
+    cluster_arrive();
+    if (cluster_.rank() != 0) cluster_wait();  // CTA 0 reads this CTA's shared memory
+    return count;
+  }
+
+  // The place of the k-th token, 0 < k < V.
+  __device__ uint64_t place_of_kth(uint32_t k) {
+    if (threadIdx.x == 0) {
+      work_.target = k;
+      work_.before = 0;
+    }
+    const float range = fminf(-work_.scale.log2_weight(work_.low), 1e30f);
+    set_region(Region::linear(work_.scale, range));
+    for (bool top_level = true;; top_level = false) {
+      fill_histogram();
+      const int bin = find();
+      if (threadIdx.x == 0) work_.before += work_.hit_before;
+      if (bin < 0) {
+        if (!top_level) return 0;
+        set_below();
+      }
+      const uint32_t n = gather(max(bin, 0), max(bin, 0), 0);
+      if (n <= kItems) return resolve(n);
+      set_region(work_.region.narrow(max(bin, 0), work_.first_key, work_.last_key));
+    }
   }
 
   // All tokens at or before `place` into work.items; how many.
@@ -148,44 +182,6 @@ class Selector {
   }
 
  private:
-  // Few tokens, in work.items, one of which answers the query, all tokens that precede them weighing work.before; 0 if none does.
-  __device__ uint32_t candidates(bool by_mass, uint32_t k, const float& share, Cut& cut) {
-    // The k-th largest of the threads' maxima bounds the k-th token from below: usually ~k tokens are left above it.
-    bool brief = !by_mass && k <= kItems / 2;
-    set_region(Region::linear(work_.scale, by_mass ? fminf(kWindow, 2.5f * work_.range) : work_.range));
-    for (int level = 1;;) {
-      const uint64_t total = brief ? fill_maxima() : fill_histogram(by_mass, level == 1, cut.place);
-      if (threadIdx.x == 0 && by_mass && level == 1) {
-        work_.target = share_of(share, total, cut.place ? 1.0 : static_cast<double>(kMassUnit / kTotalUnit));
-      }
-      const int bin = find();
-      if (bin < 0 && brief) {
-        brief = false;
-        continue;
-      }
-      if (threadIdx.x == 0 && !brief) work_.before += work_.hit_before;
-      if (bin < 0) {
-        if (level > 1) return 0;
-        set_below();
-      }
-      const uint32_t n = gather(brief ? 0 : max(bin, 0), max(bin, 0), cut.place);
-      if (n <= kItems) {
-        if (brief) cut.listed = n;
-        return n;
-      }
-      if (!brief) {
-        set_region(work_.region.narrow(max(bin, 0), work_.first_key, work_.last_key));
-        ++level;
-      }
-      brief = false;
-    }
-  }
-
-  __device__ static uint64_t share_of(float share, uint64_t total, double unit) {
-    const double target = ceil(static_cast<double>(share) * (static_cast<double>(total) * unit));
-    return target > 1.0 ? static_cast<uint64_t>(target) : 1;
-  }
-
   __device__ void set_region(const Region& region) {
     __syncthreads();
     if (threadIdx.x == 0) work_.region = region;
@@ -197,93 +193,50 @@ class Selector {
     __syncthreads();
   }
 
-  __device__ uint64_t listed_mass(const Cut& cut) {
-    uint64_t mass = 0;
-    for (uint32_t i = threadIdx.x; i < cut.listed; i += kThreads) mass += work_.items[i] >= cut.place ? work_.item_mass[i] : 0u;
-    return cluster_.block_all(mass, Sum());
-  }
-
-  __device__ uint64_t fill_maxima() {
-    clear_histogram();
-    const int bin = work_.region.bin(own_.max, 0);
-    if (bin >= 0) atomicAdd(&work_.low[bin], 1u);
-    cluster_.publish(kFillSlot, {0, 0});
-    return 0;
-  }
-
-  // The item at which count or mass reaches the target: each warp of the cluster compares some items with all.
-  __device__ uint64_t resolve(uint32_t n, bool by_mass, uint64_t cut, int slots) {
+  // The item at which the count reaches the target: each warp of the cluster compares some items with all.
+  __device__ uint64_t resolve(uint32_t n) {
     if (threadIdx.x == 0) work_.hit_place = 0;
     __syncthreads();
     const uint64_t target = work_.target, before = work_.before;
     const uint32_t lane = threadIdx.x % 32;
     for (uint32_t i = cluster_.rank() * kWarps + threadIdx.x / 32; i < n; i += cluster_.size() * kWarps) {
       const uint64_t mine = work_.items[i];
-      if (mine < cut) continue;
-      uint64_t ahead = 0;
-      for (uint32_t j = lane; j < n; j += 32) {
-        if (work_.items[j] > mine) ahead += by_mass ? work_.item_mass[j] : 1u;
-      }
-      ahead = before + warp_all(ahead, Sum());
-      if (lane == 0 && ahead < target && target <= ahead + (by_mass ? work_.item_mass[i] : 1u)) work_.hit_place = mine;
+      uint32_t ahead = 0;
+      for (uint32_t j = lane; j < n; j += 32) ahead += work_.items[j] > mine;
+      ahead = __reduce_add_sync(kAll, ahead);
+      if (lane == 0 && before + ahead + 1 == target) work_.hit_place = mine;
     }
     __syncthreads();
-    cluster_.publish(slots, {work_.hit_place, 0});
+    cluster_.publish(kCountSlot, {work_.hit_place, 0});
     uint64_t hit = 0;
-    for (uint32_t r = 0; r < cluster_.size(); ++r) hit = max(hit, cluster_.slot(slots, r).a);
+    for (uint32_t r = 0; r < cluster_.size(); ++r) hit = max(hit, cluster_.slot(kCountSlot, r).a);
     return hit;
   }
 
-  __device__ void clear_histogram() {
-    for (int i = threadIdx.x; i < kBins; i += kThreads) work_.low[i] = work_.high[i] = 0;
-    __syncthreads();
-  }
-
   // Adds one token per lane (bin -1: none). Equal bins in a whole warp (ties, flat rows) become one atomic.
-  __device__ void add(int bin, uint32_t value) {
+  __device__ void add(int bin) {
     const int leader = __shfl_sync(kAll, bin, 0);
     if (__all_sync(kAll, bin == leader)) {
-      if (leader < 0) return;
-      const uint32_t low = __reduce_add_sync(kAll, value & 0xffffu), high = __reduce_add_sync(kAll, value >> 16);
-      if (threadIdx.x % 32 != 0) return;
-      // low < 2^21 here: keep the 16-bit split, so that 65536 tokens cannot overflow a word
-      atomicAdd(&work_.low[bin], low & 0xffffu);
-      atomicAdd(&work_.high[bin], high + (low >> 16));
+      if (leader >= 0 && threadIdx.x % 32 == 0) atomicAdd(&work_.counts[bin], 32u);
       return;
     }
-    if (bin < 0) return;
-    if (value & 0xffffu) atomicAdd(&work_.low[bin], value & 0xffffu);
-    if (value >> 16) atomicAdd(&work_.high[bin], value >> 16);
+    if (bin >= 0) atomicAdd(&work_.counts[bin], 1u);
   }
 
-  // One pass over the slice; publishes, and returns the cluster's mass of all tokens at or before `cut` (if want_total): whole rows in
-  // kTotalUnit (fp32 within four tokens, integers beyond), rows with a cut in kMassUnit, so that every path sums the same numbers.
-  __device__ uint64_t fill_histogram(bool by_mass, bool want_total, uint64_t cut) {
-    clear_histogram();
-    uint64_t total = 0;
+  // One pass over the slice.
+  __device__ void fill_histogram() {
+    for (int i = threadIdx.x; i < kBins; i += kThreads) work_.counts[i] = 0;
+    __syncthreads();
     const Region region = work_.region;
     const auto row = work_.row;
     row.for_each([&](int i, const float (&x)[kStep]) {
-      float sum = 0.f;
 #pragma unroll
       for (int e = 0; e < kStep; ++e) {
-        const uint32_t id = row.id(i + e);
-        const bool kept = row.inside(i + e) && (cut == 0 || place_of(x[e], id) >= cut);
-        const int bin = kept ? region.bin(x[e], id) : -1;
-        const float w = by_mass ? region.scale.weight(x[e]) : 0.f;
-        sum += w;
-        const bool precise = by_mass && kept && (bin >= 0 || cut != 0);
-        const uint32_t value = precise ? __float2uint_rn(w * kMassUnit) : 1u;
-        if (precise && cut != 0) total += value;
-        if (__any_sync(kAll, bin >= 0)) add(bin, value);
+        const int bin = row.inside(i + e) ? region.bin(x[e], row.id(i + e)) : -1;
+        if (__any_sync(kAll, bin >= 0)) add(bin);
       }
-      if (want_total && cut == 0) total += __float2ull_rn(sum * kTotalUnit);
     });
-    total = want_total && by_mass ? cluster_.block_all(total, Sum()) : 0;
-    cluster_.publish(kFillSlot, {total, 0});
-    total = 0;
-    for (uint32_t r = 0; r < cluster_.size(); ++r) total += cluster_.slot(kFillSlot, r).a;
-    return total;
+    cluster_sync();
   }
 
   // Merges the cluster's histograms, each CTA one segment of the bins for all, and finds the bin where work.before + sum reaches
@@ -295,7 +248,7 @@ class Selector {
       uint64_t sum = 0;
 #pragma unroll 4
       for (uint32_t r = 0; r < cluster_.size(); ++r) {
-        sum += load_peer(&work_.low[bin], r) + (static_cast<uint64_t>(load_peer(&work_.high[bin], r)) << 16);
+        sum += load_peer(&work_.counts[bin], r);
       }
 #pragma unroll 4
       for (uint32_t r = 0; r < cluster_.size(); ++r) store_peer(&work_.merged[bin], r, sum);
@@ -339,7 +292,7 @@ class Selector {
     __syncthreads();
     uint32_t high = 0, low = 0xffffffffu;
     const Region region = work_.region;
-    if (__any_sync(kAll, region.reaches(own_.bound, last))) {
+    if (__any_sync(kAll, region.reaches(own_, last))) {
       const auto row = work_.row;
       row.for_each([&](int i, const float (&x)[kStep]) {
         if (!__any_sync(kAll, region.reaches(Row<T, kThreads>::max_of(x), last))) return;
@@ -403,7 +356,7 @@ class Selector {
 
   W& work_;
   Cluster<kThreads>& cluster_;
-  const typename Row<T, kThreads>::Staged own_;
+  const float own_;
 };
 
 }  // namespace pyllm::sampling

@@ -1,10 +1,10 @@
 // token_logprobs: logsumexp of the row, log-probability and rank of one token, and the top_n tokens with their log-probabilities.
 //
 // One cluster per row, one read of global memory (row.cuh); maximum (1 exchange), one pass that sums exponentials and counts the tokens
-// ahead (1 exchange), then the exact top_n through a shortlist (select.cuh, 4 exchanges), ordered by CTA 0.
+// ahead (1 exchange), then the exact top_n through a shortlist (select.cuh, 1 exchange), ordered by CTA 0.
 // Sums are fp32 within four tokens and 2^-40 fixed point beyond: independent of the cluster size.
-// Estimates, V = 128256: one row 5 us (7 with top_n); 256 rows: read 14 us (bf16) or 29 us (fp32) at 4.6 TB/s = the floor, and ~12
-// instructions per token, 14 us over 132 SMs, overlapped by the 2-4 CTAs of an SM.
+// Estimates, V = 128256, 256 rows: read 14 us (bf16) or 29 us (fp32) at 4.6 TB/s, the pass over the weights 12 us, and what of the row
+// does not fit shared memory again from L2 or HBM.
 #pragma once
 #include "common/launch.h"
 #include "sampling/select.cuh"
@@ -48,16 +48,14 @@ __device__ Slot sum_and_rank(const LogprobsWork<T, kThreads>& work, Cluster<kThr
   return all;
 }
 
-// The first n tokens and perhaps others into work.items of every CTA.
+// The first n tokens and perhaps others into CTA 0's work.items.
 template <class T, int kThreads>
-__device__ uint32_t first_tokens(LogprobsWork<T, kThreads>& work, Cluster<kThreads>& cluster, typename Row<T, kThreads>::Staged own, int n,
-                                 int vocab) {
+__device__ uint32_t first_tokens(LogprobsWork<T, kThreads>& work, Cluster<kThreads>& cluster, float own, int n, int vocab) {
   Selector<T, kThreads> selector(work, cluster, own);
   uint64_t last = 0;
   if (n < vocab) {
-    const auto cut = selector.select(n, 1.f);
-    if (cut.listed) return cut.listed;
-    last = cut.place;
+    if (const uint32_t listed = selector.shortlist(n)) return listed;
+    last = selector.place_of_kth(n);
   }
   const uint32_t count = selector.gather_from(last);
   cluster_sync();  // peers read this CTA's tokens: it must not exit before
@@ -115,7 +113,7 @@ __global__ __launch_bounds__(kThreads, 1024 / kThreads) void token_logprobs_kern
   pdl_wait();
   int token = -1;
   if (threadIdx.x == 0) token = p.tokens[at];
-  const auto own = row.stage();
+  const float own = row.stage();
   if (threadIdx.x == 0) {
     work.row = row;
     work.token = token >= 0 && token < vocab ? token : -1;
@@ -125,19 +123,19 @@ __global__ __launch_bounds__(kThreads, 1024 / kThreads) void token_logprobs_kern
   cluster_wait();  // every CTA of the cluster runs: its shared memory may be written
   __syncthreads();
 
-  const Top top = exchange_top(cluster, work.row, own.max);
+  const int n = static_cast<int>(min(p.top_n, p.vocab));
+  const Top top = exchange_top(cluster, work.row, own, n);
   if (!top.valid) {
     if (cluster.rank() == 0) write_invalid<kThreads>(p, at);
     return;
   }
   if (threadIdx.x == 0) {
     work.scale = {top.max, kLog2e};
-    work.range = -work.scale.log2_weight(top.low);
+    work.low = top.low;
   }
   __syncthreads();
   const Slot all = sum_and_rank(work, cluster);
   if (threadIdx.x == 0) work.log_sum = logf(static_cast<float>(all.a) * (1.f / kTotalUnit));
-  const int n = static_cast<int>(min(p.top_n, p.vocab));
   const uint32_t count = n > 0 ? first_tokens(work, cluster, own, n, vocab) : 0;
   if (cluster.rank() != 0) return;
   __syncthreads();

@@ -37,15 +37,13 @@ def philox4x32(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor | int,
     return torch.stack((c0, c1, c2, c3), dim=-1)
 
 
-def exponentials(tokens: torch.Tensor, seed: torch.Tensor | int, index: torch.Tensor | int, position: torch.Tensor | int) -> torch.Tensor:
-    """One standard exponential per token id, fp64: E = -ln(1 - u), u = (r + 1/2) / 2^32.
+def uniforms(rounds: torch.Tensor, seed: torch.Tensor | int, index: torch.Tensor | int, position: torch.Tensor | int) -> torch.Tensor:
+    """One uniform number in [0, 1) per round, fp64: the 53 high bits of words 1 (high) and 0 (low) of Philox.
 
-    r is word (token % 4) of Philox with key = seed and counter = (token // 4, index, position, 0); so 2^-33 < E < 22.9.
-    seed, index, position: numbers, or int64 tensors that broadcast with tokens ([B, 1] gives [B, V]).
+    Key = seed, counter = (round, index, position, 0). The kernels use all 64 bits of the two words.
+    seed, index, position: numbers, or int64 tensors that broadcast with rounds ([B, 1] gives [B, rounds]).
     """
-    tokens = tokens.long()
-    seed, index, position = (torch.as_tensor(v, dtype=torch.int64, device=tokens.device) for v in (seed, index, position))
-    counter = (tokens >> 2, index & MASK, position & MASK, torch.zeros_like(tokens))
-    words = philox4x32(counter, (seed & MASK, (seed >> 32) & MASK))
-    r = words.gather(-1, (tokens & 3).expand(words.shape[:-1]).unsqueeze(-1)).squeeze(-1)
-    return -torch.log1p(-(r.double() + 0.5) / 2.0**32)
+    rounds = rounds.long()
+    seed, index, position = (torch.as_tensor(v, dtype=torch.int64, device=rounds.device) for v in (seed, index, position))
+    words = philox4x32((rounds, index & MASK, position & MASK, torch.zeros_like(rounds)), (seed & MASK, (seed >> 32) & MASK))
+    return ((words[..., 1] << 21) | (words[..., 0] >> 11)).double() * 2.0**-53

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 
-from pyllm.ops.philox import exponentials
+from pyllm.ops.philox import uniforms
 from pyllm.ops.registry import check, define
 
 MAX_VOCAB = 2**20
@@ -26,7 +27,7 @@ def sample_tokens(
     index: torch.Tensor | None = None,
     position: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Draw one token per row: temperature, then top-k, top-p, min-p, then a race of exponentials.
+    """Draw one token per row: temperature, then top-k, top-p, min-p, then a draw by the inverse distribution function.
 
     logits       [B, V] rows, bf16, fp16 or fp32; 1 <= V <= 2^20; any row stride and alignment. Read once, never written.
     temperature  fp32 [B]; a value that is not > 0 (or no tensor at all) makes the row greedy: largest logit, lowest id among equals.
@@ -38,16 +39,20 @@ def sample_tokens(
     seed         int64 [B], index int32 [B] (which sample of the request), position int32 [B]: the draw is a function of these three and of
                  the row alone. All three are required with temperature.
 
-    Returns int32 [B]: argmax over the kept tokens of w_i / E_i (lowest id among equals); E_i is `philox.exponentials` of the id:
-    token i wins with probability w_i / sum(w). -1 for a row that holds a NaN, or no finite logit. Logits of +inf beside finite ones share
-    all of the probability equally. A token never depends on B, on the other rows, or on the order of the batch, bit for bit.
+    Returns int32 [B]: token i of the kept ones with probability w_i / sum(w). How it is drawn: in round r = 0, 1, ... the candidates' w_i
+    add up in the order of ids, and the token is taken at which the sum passes u_r * total, u_r = `philox.uniforms(r)` in [0, 1). If top_p
+    or min_p drops that token, the next round is among those candidates that precede it in the order. The first round's candidates are
+    the tokens top-k keeps (with top_p off: and min_p), so that top_p changes a draw only where it drops the token.
+    -1 for a row that holds a NaN, or no finite logit. Logits of +inf beside finite ones share all of the probability equally. A token
+    never depends on B, on the other rows, or on the order of the batch, bit for bit.
 
-    Rounding: the reference works in fp64. The kernel evaluates w_i in fp32 (relative error below 2^-18) and sums 2^-31 fixed point, so a
-    kept set can differ from the exact one only in tokens whose cumulative share lies within V * 2^-32 + 2^-18 of top_p, or whose w_i is
-    within 2^-18 (relative) of min_p; top-k is exact. -0 equals +0.
+    Rounding: the reference works in fp64. The kernel evaluates w_i in fp32 (relative error below 2^-18) and sums fixed point: 2^-31 per
+    token where top-k is on, else 2^-40 per four tokens. So a kept set can differ from the exact one only in tokens whose cumulative share
+    lies within V * 2^-32 + 2^-18 of top_p, or whose w_i is within 2^-18 (relative) of min_p, and a draw only where u_r lies as close to
+    the border of two tokens; top-k is exact. -0 equals +0.
     Errors: ValueError (RuntimeError from CUDA) "sample_tokens: <argument> ..." on shape, dtype, device, or a filter without temperature.
-    Source of the method: exponential race = Gumbel-max (Gumbel 1954; Maddison et al. 2014); nucleus sampling (Holtzman et al. 2020);
-    min-p (Nguyen et al. 2024).
+    Source of the method: inverse transform and rejection (von Neumann 1951); nucleus sampling (Holtzman et al. 2020); min-p (Nguyen et
+    al. 2024).
     """
     return torch.ops.pyllm.sample_tokens(logits, temperature, top_k, top_p, min_p, seed, index, position)
 
@@ -149,12 +154,26 @@ def kept_tokens(x: torch.Tensor, temperature: float, top_k: int = 0, top_p: floa
 def _draw(x: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, index: int, position: int) -> int:
     if bool(torch.isnan(x).any()) or not bool(torch.isfinite(x).any()):
         return -1
-    if not temperature > 0.0 or top_k == 1:
+    if not temperature > 0.0 or top_k == 1 or top_p <= 0.0:
         return _greedy(x)
-    filtered = 0 < top_k < x.numel() or top_p < 1.0 or min_p > 0.0
-    ids = kept_tokens(x, temperature, top_k, top_p, min_p) if filtered else torch.arange(x.numel(), device=x.device)
-    score = _weights(x.double(), temperature)[ids] - exponentials(ids, seed, index, position).log()
-    return int(ids[score.argmax()])
+    log_w = _weights(x.double(), temperature)
+    w = log_w.exp()
+    order = torch.sort(x.double(), descending=True, stable=True).indices
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(x.numel(), device=x.device)
+    keep = torch.zeros_like(x, dtype=torch.bool)
+    keep[kept_tokens(x, temperature, top_k, top_p, min_p)] = True
+    large = log_w >= (math.log(min(min_p, 1.0)) if min_p > 0.0 else -math.inf)
+    candidates = rank < (top_k if 0 < top_k < x.numel() else x.numel())
+    if not top_p < 1.0:
+        candidates &= large
+    for u in (uniforms(torch.tensor(round_), seed, index, position) for round_ in itertools.count()):
+        mass = torch.where(candidates, w, 0.0).cumsum(0)
+        token = int((mass > float(u) * mass[-1]).nonzero()[0])
+        if keep[token]:
+            return token
+        candidates &= large & (rank < rank[token])
+    raise AssertionError("the first token in the order is always kept")
 
 
 def _sample_tokens_reference(

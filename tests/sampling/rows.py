@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pyllm.ops.philox import exponentials
+from pyllm.ops.philox import uniforms
 from pyllm.ops.sampling import sample_tokens
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -74,29 +74,58 @@ class Exact:
         w = log_w.exp()
         before = (w.cumsum(0) - w) / w.sum()
         slack = x.numel() * 2.0**-32 + WEIGHT_ERROR
+        self.slack, self.top_p = slack, top_p
+        self.rank = torch.full_like(x, x.numel(), dtype=torch.int64)
+        self.rank[order] = torch.arange(order.numel(), device=x.device)
         first = torch.arange(order.numel(), device=x.device) == 0
         limit = math.log(min(min_p, 1.0)) if min_p > 0 else -math.inf
         limit_slack = 0.0 if min_p >= 1 else WEIGHT_ERROR
+        self.large = self.log_w >= limit
         self.may, self.must = torch.zeros_like(x, dtype=torch.bool), torch.zeros_like(x, dtype=torch.bool)
         for mask, sign in ((self.may, 1), (self.must, -1)):
             in_prefix = first | (before < top_p + sign * slack) if top_p < 1 else torch.ones_like(first)
             mask[order] = in_prefix & (log_w >= limit - sign * limit_slack)
 
     def check(self, tokens: torch.Tensor, given: dict[str, torch.Tensor], what: str) -> None:
-        """Every token [B] may stay, and no token that must stay beats it by more than the rounding of a score.
-
-        A score ln w - ln E is at most 26 + 23 in size, in fp32: a few 2^-24 * 49 and the weight's own error, together below 2^-15.
-        """
+        """Every token [B] may stay, and is where the random numbers lead in fp64, given the rounding."""
         tokens = tokens.long()
         assert ((tokens >= 0) & (tokens < self.may.numel())).all(), f"{what}: {tokens.tolist()}"
         outside = ~self.may[tokens]
         assert not outside.any(), f"{what}: {tokens[outside].tolist()} not in the kept set of {int(self.may.sum())}"
-        ids = torch.arange(self.may.numel(), device=tokens.device)
-        noise = exponentials(ids, *(given[name].long()[:, None] for name in ("seed", "index", "position")))
-        scores = self.log_w - noise.log()
-        best = scores.masked_fill(~self.must, -math.inf).amax(1)
-        lost = best - scores.gather(1, tokens[:, None])[:, 0]
-        assert (lost <= 2.0**-15).all(), f"{what}: {tokens.tolist()} lose by {lost.tolist()}"
+        rounds = torch.arange(64, device=tokens.device)
+        u = uniforms(rounds, *(given[name].long()[:, None] for name in ("seed", "index", "position"))).cpu()
+        first = self._masses(self._candidates())
+        for b, token in enumerate(tokens.tolist()):
+            assert self._leads(u[b].tolist(), token, first), f"{what}, row {b}: {token} is not where the random numbers lead"
+
+    def _candidates(self) -> torch.Tensor:
+        candidates = self.rank < self.rank.numel()
+        return candidates if self.top_p < 1 else candidates & self.large
+
+    def _masses(self, candidates: torch.Tensor) -> torch.Tensor:
+        return torch.where(candidates, self.log_w.exp(), 0.0).cumsum(0).cpu()
+
+    def _leads(self, u: list[float], token: int, mass: torch.Tensor) -> bool:
+        """Whether the rounds may end at token. The sum up to a token is off by at most slack * total of the first round."""
+        slack = self.slack * float(mass[-1])
+        rank = int(self.rank[token])
+        candidates = None
+        for fraction in u:
+            at = fraction * float(mass[-1])
+            before = float(mass[token - 1]) if token else 0.0
+            candidate = rank < self.rank.numel() if candidates is None else bool(candidates[token])
+            if candidate and before - slack <= at <= float(mass[token]) + slack:
+                return True
+            hit = int(torch.searchsorted(mass, torch.tensor(at, dtype=torch.float64), right=True).clamp(max=mass.numel() - 1))
+            below = float(mass[hit - 1]) if hit else 0.0
+            if at - below <= slack or float(mass[hit]) - at <= slack:
+                return True  # rounding decides which of two tokens is rejected
+            if bool(self.must[hit]):
+                return False
+            candidates = self._candidates() if candidates is None else candidates
+            candidates = candidates & self.large & (self.rank < self.rank[hit])
+            mass = self._masses(candidates)
+        return False
 
 
 def check_draws(x: torch.Tensor, given: dict[str, torch.Tensor], what: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Philox4x32-10 against the known answers that its authors publish with Random123, and the exponentials made from it."""
+"""Philox4x32-10 against the known answers that its authors publish with Random123, and the uniform numbers made from it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pyllm.ops.philox import exponentials, philox4x32
+from pyllm.ops.philox import philox4x32, uniforms
 
 ONES = 0xFFFFFFFF
 # The digits of pi as counter and key, all zeros, all ones: the three vectors of Random123's kat_vectors for philox4x32-10.
@@ -27,20 +27,19 @@ def test_known_answers(counter, key, words):
     assert tuple(philox4x32(tuple(torch.tensor(c) for c in counter), key).tolist()) == words
 
 
-def test_exponentials_use_one_word_per_token():
+def test_uniforms_use_two_words_per_round():
     seed, index, position = -(2**62) + 12345, 3, -1
     key = (seed & ONES, (seed >> 32) & ONES)
-    words = philox4x32((torch.arange(3), torch.tensor(3), torch.tensor(ONES), torch.tensor(0)), key).flatten()
-    want = -torch.log1p(-(words.double() + 0.5) / 2**32)
-    assert torch.equal(exponentials(torch.arange(12), seed, index, position), want)
+    words = philox4x32((torch.arange(5), torch.tensor(3), torch.tensor(ONES), torch.tensor(0)), key).tolist()
+    want = [((w[1] << 32 | w[0]) >> 11) / 2**53 for w in words]
+    assert uniforms(torch.arange(5), seed, index, position).tolist() == want
 
 
-def test_exponentials_are_exponential():
-    """Kolmogorov-Smirnov at n = 2^17 against 1 - exp(-x): sqrt(n) * D passes 2.63 with probability 2 exp(-2 * 2.63^2) = 2e-6."""
-    e = exponentials(torch.arange(2**17), 7, 0, 0).sort().values
-    n = e.numel()
-    cdf = -torch.expm1(-e)
+def test_uniforms_are_uniform():
+    """Kolmogorov-Smirnov at n = 2^17: sqrt(n) * D passes 2.63 with probability 2 exp(-2 * 2.63^2) = 2e-6."""
+    u = uniforms(torch.arange(2**17), 7, 0, 0).sort().values
+    n = u.numel()
     steps = torch.arange(n, dtype=torch.float64) / n
-    distance = max(float((cdf - steps).max()), float((steps + 1 / n - cdf).max()))
+    distance = max(float((u - steps).max()), float((steps + 1 / n - u).max()))
     assert distance * math.sqrt(n) < 2.63
-    assert float(e.min()) > 0 and float(e.max()) < 22.9
+    assert float(u.min()) >= 0 and float(u.max()) < 1
