@@ -15,12 +15,18 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 
 namespace pyllm {
 
-template <class T> inline constexpr bool kBoxable = false;
-template <> inline constexpr bool kBoxable<Tensor> = true;
-template <> inline constexpr bool kBoxable<int64_t> = true;
-template <> inline constexpr bool kBoxable<double> = true;
-template <> inline constexpr bool kBoxable<bool> = true;
-template <class T> inline constexpr bool kBoxable<std::optional<T>> = kBoxable<T>;
+template <class T>
+inline constexpr bool kBoxable = false;
+template <>
+inline constexpr bool kBoxable<Tensor> = true;
+template <>
+inline constexpr bool kBoxable<int64_t> = true;
+template <>
+inline constexpr bool kBoxable<double> = true;
+template <>
+inline constexpr bool kBoxable<bool> = true;
+template <class T>
+inline constexpr bool kBoxable<std::optional<T>> = kBoxable<T>;
 
 template <class R, class... Args>
 constexpr bool boxable(R (*)(Args...)) {
@@ -54,8 +60,8 @@ class DeviceScope {
 
 }  // namespace pyllm
 
-#define PYLLM_BOX(func)                                                                                              \
-  ([] {                                                                                                              \
+#define PYLLM_BOX(func)                                                                                               \
+  ([] {                                                                                                               \
     static_assert(pyllm::boxable(&func), "parameters must be Tensor, int64_t, double, bool or std::optional of one"); \
-    return TORCH_BOX(&func);                                                                                         \
+    return TORCH_BOX(&func);                                                                                          \
   }())

@@ -23,26 +23,40 @@ using torch::stable::Tensor;
 
 inline const char* name_of(ScalarType t) {
   switch (t) {
-    case ScalarType::BFloat16: return "bfloat16";
-    case ScalarType::Half: return "float16";
-    case ScalarType::Float: return "float32";
-    case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
-    case ScalarType::Int: return "int32";
-    case ScalarType::Long: return "int64";
-    case ScalarType::Char: return "int8";
-    case ScalarType::Byte: return "uint8";
-    default: return "an unsupported dtype";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Byte:
+      return "uint8";
+    default:
+      return "an unsupported dtype";
   }
 }
 
 // The kernel side's own dtype enum: kernels never see a torch header.
 inline DType dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
-    case ScalarType::BFloat16: return DType::kBF16;
-    case ScalarType::Half: return DType::kFP16;
-    case ScalarType::Float: return DType::kFP32;
-    case ScalarType::Float8_e4m3fn: return DType::kE4M3;
-    default: throw std::runtime_error(std::string("pyllm: no kernel dtype for ") + name_of(t.scalar_type()));
+    case ScalarType::BFloat16:
+      return DType::kBF16;
+    case ScalarType::Half:
+      return DType::kFP16;
+    case ScalarType::Float:
+      return DType::kFP32;
+    case ScalarType::Float8_e4m3fn:
+      return DType::kE4M3;
+    default:
+      throw std::runtime_error(std::string("pyllm: no kernel dtype for ") + name_of(t.scalar_type()));
   }
 }
 
@@ -114,8 +128,8 @@ class Check {
       const auto base = reinterpret_cast<uintptr_t>(t_.data_ptr());
       c_.require(base % bytes == 0, name_, "starts at an address that is not a multiple of ", bytes, " bytes");
       for (int64_t i = 0; i + 1 < t_.dim(); ++i) {
-        c_.require(t_.size(i) <= 1 || t_.stride(i) * item_size % bytes == 0, name_, ".stride(", i, ") is ", t_.stride(i), " elements, expected a multiple of ",
-                   bytes / item_size);
+        c_.require(t_.size(i) <= 1 || t_.stride(i) * item_size % bytes == 0, name_, ".stride(", i, ") is ", t_.stride(i),
+                   " elements, expected a multiple of ", bytes / item_size);
       }
       return *this;
     }

@@ -24,11 +24,24 @@ void dispatch(const char* what, int value, F&& f) {
   throw std::runtime_error(out.str());
 }
 
-template <DType D> struct CppType;
-template <> struct CppType<DType::kBF16> { using type = __nv_bfloat16; };
-template <> struct CppType<DType::kFP16> { using type = __half; };
-template <> struct CppType<DType::kFP32> { using type = float; };
-template <> struct CppType<DType::kE4M3> { using type = __nv_fp8_e4m3; };
+template <DType D>
+struct CppType;
+template <>
+struct CppType<DType::kBF16> {
+  using type = __nv_bfloat16;
+};
+template <>
+struct CppType<DType::kFP16> {
+  using type = __half;
+};
+template <>
+struct CppType<DType::kFP32> {
+  using type = float;
+};
+template <>
+struct CppType<DType::kE4M3> {
+  using type = __nv_fp8_e4m3;
+};
 
 template <DType... Types, class F>
 void dispatch_dtype(const char* what, DType value, F&& f) {

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 
-EPS = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float8_e4m3fn: 2.0**-4}
+EPS = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+EPS[torch.float8_e4m3fn] = 2.0**-4
 """Unit roundoff u: one round-to-nearest changes x by at most u * |x| (normal range)."""
 
 
-def assert_close(got: torch.Tensor, want: torch.Tensor, *, rtol: float = 0.0, atol: float | torch.Tensor = 0.0, what: str = "result") -> None:
+def assert_close(
+    got: torch.Tensor, want: torch.Tensor, *, rtol: float = 0.0, atol: float | torch.Tensor = 0.0, what: str = "result"
+) -> None:
     """Compare against a reference of higher precision; `atol` may be a tensor that broadcasts (a bound per row)."""
     if got.shape != want.shape:
         raise AssertionError(f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}")
