@@ -1,6 +1,7 @@
 // act: out[t, i] = round(f(x[t, i])), f one of silu, gelu, gelu_tanh, relu2 in fp32.
 //
 // Layout: x [T, F] dense rows, any stride of a multiple of 16 bytes; out [T, F] contiguous. The kernel is map_kernel.
+// Best measured: H200, silu, T = 8192, bf16: 99 to 100 % of a copy of the same bytes.
 // Limits: F a multiple of 8.
 #pragma once
 #include "fused/act.h"

@@ -4,8 +4,10 @@
 // Layout: D / 16 neighbouring lanes own a head, each the 8 values from 8 * lane on in either half, so that a warp reads and writes 1 KB of
 // neighbouring heads of one kind (Q, K or V) per pass. The passes of a token are numbered Q, K, V; a warp takes neighbouring ones and
 // keeps cosines and sines, times the norm weights of the kind, in registers. V in the dtype of the cache is copied as it is.
-// Bulk (many tokens): one asynchronous copy brings the heads of a CTA to shared memory, so that the bytes in flight cost no registers
-// and one instruction; else (few tokens) a warp has one pass and loads it directly, which is a shorter chain.
+// Many tokens, rope_bulk_kernel: one asynchronous copy brings the heads of a CTA to shared memory, so that the bytes in flight cost no
+// registers and one instruction. Few tokens, rope_halves_kernel: a warp has one pass and loads it directly, which is a shorter chain.
+// Best measured: H200, T = 8192, 32 + 2 * 8 heads of 128, bf16, as the share of a copy of the same bytes: 95.5 %, fp8 cache 97.6 %, with
+// the norm 94.5 % (slots in order: 95.8 % and, with the norm, 94.9 %).
 // Limits: those above, norm weights at multiples of 16 bytes; the launch hands everything else to qk_norm_rope_append_kernel.
 #pragma once
 #include "common/dispatch.h"
@@ -13,10 +15,7 @@
 
 namespace pyllm::fused {
 
-// Measured on an H200, T = 8192, 32 + 2 * 8 heads of 128, bf16, as the share of a copy of the same bytes: 94.8 %, with the norm 92.8 %.
-// One warp of 12 passes 93.7 % and 88.5 %; two CTAs of 2 warps x 3 passes 94.6 % and 90.9 %; without the bulk copy 81.9 % and 73.3 %.
 constexpr int kHalvesWarps = 2;
-constexpr int kHalvesPasses = 6;    // of a warp at most, 1 KB of shared memory each
 constexpr int kHalvesMinCtas = 12;  // caps a thread at 80 registers
 // Up to this many CTAs per SM, a pass per warp, straight from global memory: one wave, and the shortest chain.
 constexpr int kHalvesSpreadCtas = 12;
@@ -97,6 +96,14 @@ struct Turn {
   }
 };
 
+__device__ __forceinline__ float sum_of_squares(const float (&y)[2][kChunk]) {
+  float squares[2] = {0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < 2 * kChunk; ++i)
+    squares[i / kChunk] = fmaf(y[i / kChunk][i % kChunk], y[i / kChunk][i % kChunk], squares[i / kChunk]);
+  return squares[0] + squares[1];
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void init_barrier(uint64_t* barrier) {
@@ -121,37 +128,25 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier) {
       : "memory");
 }
 
-// grid (T, pieces): a piece is `passes` passes of each warp.
-template <class T, int Dim, bool Norm, bool Fp8, bool Bulk>
+// grid (T, pieces): a piece is one pass of each warp.
+template <class T, int Dim, bool Norm, bool Fp8>
 __global__ void __launch_bounds__(kHalvesWarps * 32, kHalvesMinCtas)
     rope_halves_kernel(const __grid_constant__ QkNormRopeAppendParams p, const __grid_constant__ HalvesPlan plan) {
   constexpr int kHalf = Dim / 2, kLanes = Dim / 16, kHeads = 32 / kLanes;
-  __shared__ __align__(128) uint8_t heads[Bulk ? kHalvesWarps * kHalvesPasses * kPassBytes : 16];
-  __shared__ uint64_t barrier;
   const int64_t token = blockIdx.x;
-  const int all = plan.q_passes + 2 * plan.kv_passes;
-  const int cta_begin = blockIdx.y * plan.passes * kHalvesWarps, cta_end = min(all, cta_begin + plan.passes * kHalvesWarps);
-  const int begin = cta_begin + threadIdx.x / 32 * plan.passes, end = min(cta_end, begin + plan.passes);
+  const int index = blockIdx.y * kHalvesWarps + threadIdx.x / 32;
+  if (index >= plan.q_passes + 2 * plan.kv_passes) return;
   const int sub = threadIdx.x % 32 / kLanes, at = threadIdx.x % kLanes * kChunk;
-  const T* const row = static_cast<const T*>(p.qkv) + token * p.qkv_stride;
-  const Pass first = pass_at(p, plan, begin, kHeads);
-  const Pass cta_first = pass_at(p, plan, cta_begin, kHeads);
-  const int cta_head = cta_first.before + cta_first.local;
-  const bool turns = begin < end && first.kind != kV;
+  const Pass pass = pass_at(p, plan, index, kHeads);
+  const int kind = pass.kind, local = pass.local + sub;
+  const bool turns = kind != kV, exists = local < pass.heads;
   float w[2][kChunk];
-  if (Norm && !Bulk && turns) Turn<Norm>::template load_weight<T>(p, first.kind, at, kHalf, w);
-  if (Bulk && threadIdx.x == 0) init_barrier(&barrier);
+  if (Norm && turns) Turn<Norm>::template load_weight<T>(p, kind, at, kHalf, w);
 
   pdl_wait();
   uint4 raw[2] = {};
-  if constexpr (Bulk) {
-    if (threadIdx.x == 0) {
-      const Pass last = pass_at(p, plan, cta_end - 1, kHeads);
-      const int count = last.before + min(last.heads, last.local + kHeads) - cta_head;
-      copy_bulk(heads, row + cta_head * Dim, count * Dim * sizeof(T), &barrier);
-    }
-  } else if (begin < end && first.local + sub < first.heads) {
-    const T* const x = row + (first.before + first.local + sub) * Dim + at;
+  if (exists) {
+    const T* const x = static_cast<const T*>(p.qkv) + token * p.qkv_stride + (pass.before + local) * Dim + at;
     raw[0] = load_vector(x), raw[1] = load_vector(x + kHalf);
   }
   const float* const line = p.cos_sin + static_cast<int64_t>(p.rows[token]) * Dim;
@@ -159,85 +154,197 @@ __global__ void __launch_bounds__(kHalvesWarps * 32, kHalvesMinCtas)
   Turn<Norm> turn;
   if (turns) turn.load(line, at, kHalf);
   pdl_trigger();
-  if (Norm && turns) {
-    if constexpr (Bulk) Turn<Norm>::template load_weight<T>(p, first.kind, at, kHalf, w);
-    turn.weigh(w);
+  if (kind != kQ && !to.stored) return;
+  if (!Fp8 && kind == kV) {
+    T* const v = reinterpret_cast<T*>(to.v) + local * Dim + at;
+    if (exists) store_vector(v, raw[0]), store_vector(v + kHalf, raw[1]);
+    return;
   }
-  if constexpr (Bulk) {
-    __syncthreads();  // the barrier is initialised
-    wait_barrier(&barrier);
+  float y[2][kChunk];
+  unpack<T>(raw[0], y[0]);
+  unpack<T>(raw[1], y[1]);
+  if (turns) {
+    float factor = 1.f;
+    if (Norm && (kind == kQ ? p.q_weight : p.k_weight) != nullptr)
+      factor = rsqrtf(fmaf(warp_reduce<SumOp, kLanes>(sum_of_squares(y), SumOp{}), 1.f / Dim, p.eps));
+    if constexpr (Norm) turn.weigh(w);
+    turn.apply(y, factor);
   }
+  if (!exists) return;
+  if (Fp8 && kind != kQ) {
+    const float* const scale = kind == kK ? p.k_scale : p.v_scale;
+    const float inverse = scale == nullptr ? 1.f : 1.f / scale[local * (kind == kK ? p.k_scale_step : p.v_scale_step)];
+    uint8_t* const e = reinterpret_cast<uint8_t*>(kind == kK ? to.k : to.v) + local * Dim + at;
+    store_chunk_e4m3(e, y[0], inverse);
+    store_chunk_e4m3(e + kHalf, y[1], inverse);
+  } else {
+    T* const out = (kind == kQ ? to.q : reinterpret_cast<T*>(to.k)) + local * Dim + at;
+    store_vector(out, pack<T>(y[0]));
+    store_vector(out + kHalf, pack<T>(y[1]));
+  }
+}
 
-  int kind = first.kind;
-#pragma unroll 1
-  for (int index = begin; index < end; ++index) {
-    const Pass pass = pass_at(p, plan, index, kHeads);
-    if (Norm && pass.kind == kK && kind == kQ) {
-      Turn<Norm>::template load_weight<T>(p, kK, at, kHalf, w);
-      turn.load(line, at, kHalf);
-      turn.weigh(w);
-    }
-    kind = pass.kind;
-    const int local = pass.local + sub;
-    const bool exists = local < pass.heads;
-    if constexpr (Bulk) {
-      if (exists) {
-        const T* const x = reinterpret_cast<const T*>(heads) + (pass.before + local - cta_head) * Dim + at;
-        raw[0] = *reinterpret_cast<const uint4*>(x), raw[1] = *reinterpret_cast<const uint4*>(x + kHalf);
-      }
-    }
-    if (kind != kQ && !to.stored) continue;
-    if (!Fp8 && kind == kV) {
-      T* const v = reinterpret_cast<T*>(to.v) + local * Dim + at;
-      if (exists) store_vector(v, raw[0]), store_vector(v + kHalf, raw[1]);
-      continue;
-    }
-    float y[2][kChunk];
-    unpack<T>(raw[0], y[0]);
-    unpack<T>(raw[1], y[1]);
-    if (kind != kV) {
-      float factor = 1.f;
-      if (Norm && (kind == kQ ? p.q_weight : p.k_weight) != nullptr) {
-        float squares[2] = {0.f, 0.f};
+// Measured as in the header, plain and with the norm, slots in any order. 2 warps x 6 passes, 12 CTAs per SM: 95.0 % and 92.9 %. Results
+// written over the row in shared memory and sent by bulk stores: 95.0 % and 91.5 % with that shape, 95.3 % and 93.1 % with this one.
+// Without pairs of passes, 2 warps x 6 passes: 94.6 % and 92.9 %. At 32 + 2 * 8 heads of 128 two warps have Q only and one K and V,
+// so that a warp loads one table, and 96 KB of an SM's shared memory are in flight.
+constexpr int kBulkWarps = 3;
+constexpr int kBulkPasses = 4;  // of a warp at most, 1 KB of shared memory each
+// Caps a thread at 80 registers; the norm with an fp8 cache needs more.
+template <bool Norm, bool Fp8>
+inline constexpr int kBulkMinCtas = Norm && Fp8 ? 6 : 8;
+
+// N neighbouring passes at once, so that N chains of reduce, root and turn overlap. x: the first chunk of this lane in shared memory;
+// store(n, y): the two chunks of pass n.
+template <class T, int Dim, bool Norm, int N, class Store>
+__device__ __forceinline__ void turn_passes(const T* x, const Turn<Norm>& turn, bool normed, float eps, Store&& store) {
+  constexpr int kLanes = Dim / 16, kStep = kPassBytes / sizeof(T);
+  uint4 raw[N][2];
 #pragma unroll
-        for (int i = 0; i < 2 * kChunk; ++i)
-          squares[i / kChunk] = fmaf(y[i / kChunk][i % kChunk], y[i / kChunk][i % kChunk], squares[i / kChunk]);
-        const float sum = warp_reduce<SumOp, kLanes>(squares[0] + squares[1], SumOp{});
-        factor = rsqrtf(fmaf(sum, 1.f / Dim, p.eps));
-      }
-      turn.apply(y, factor);
+  for (int n = 0; n < N; ++n) raw[n][0] = load_vector(x + n * kStep), raw[n][1] = load_vector(x + n * kStep + Dim / 2);
+  float factor[N];
+#pragma unroll
+  for (int n = 0; n < N; ++n) factor[n] = 1.f;
+  if (Norm && normed) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      float y[2][kChunk];
+      unpack<T>(raw[n][0], y[0]);
+      unpack<T>(raw[n][1], y[1]);
+      factor[n] = sum_of_squares(y);
     }
-    if (!exists) continue;
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) factor[n] += __shfl_xor_sync(0xffffffffu, factor[n], offset);
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) factor[n] = rsqrtf(fmaf(factor[n], 1.f / Dim, eps));
+  }
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    float y[2][kChunk];
+    unpack<T>(raw[n][0], y[0]);
+    unpack<T>(raw[n][1], y[1]);
+    turn.apply(y, factor[n]);
+    store(n, y);
+  }
+}
+
+// grid (T, pieces): a piece is `passes` passes of each warp.
+template <class T, int Dim, bool Norm, bool Fp8>
+__global__ void __launch_bounds__(kBulkWarps * 32, kBulkMinCtas<Norm, Fp8>)
+    rope_bulk_kernel(const __grid_constant__ QkNormRopeAppendParams p, const __grid_constant__ HalvesPlan plan) {
+  constexpr int kHalf = Dim / 2, kLanes = Dim / 16, kHeads = 32 / kLanes, kStep = kHeads * Dim;
+  __shared__ __align__(128) uint8_t heads[kBulkWarps * kBulkPasses * kPassBytes];
+  __shared__ uint64_t barrier;
+  const int64_t token = blockIdx.x;
+  const int all = plan.q_passes + 2 * plan.kv_passes;
+  const int cta_begin = blockIdx.y * plan.passes * kBulkWarps, cta_end = min(all, cta_begin + plan.passes * kBulkWarps);
+  const Pass cta_first = pass_at(p, plan, cta_begin, kHeads);
+  const int cta_head = cta_first.before + cta_first.local;
+  if (threadIdx.x == 0) {
+    const Pass last = pass_at(p, plan, cta_end - 1, kHeads);
+    const int count = last.before + min(last.heads, last.local + kHeads) - cta_head;
+    const T* const from = static_cast<const T*>(p.qkv) + token * p.qkv_stride + cta_head * Dim;
+    init_barrier(&barrier);
+    pdl_wait();
+    copy_bulk(heads, from, count * Dim * sizeof(T), &barrier);
+  } else {
+    pdl_wait();
+  }
+  const float* const line = p.cos_sin + static_cast<int64_t>(p.rows[token]) * Dim;
+  const Lines<T, Fp8> to(p, plan.page, token);
+  const int sub = threadIdx.x % 32 / kLanes, at = threadIdx.x % kLanes * kChunk;
+  const int begin = cta_begin + threadIdx.x / 32 * plan.passes, end = min(cta_end, begin + plan.passes);
+  Turn<Norm> turn;
+  const auto set_turn = [&](int kind) {
+    float w[2][kChunk];
+    turn.load(line, at, kHalf);
+    if constexpr (Norm) Turn<Norm>::template load_weight<T>(p, kind, at, kHalf, w);
+    turn.weigh(w);
+  };
+  int kind = begin < end ? pass_at(p, plan, begin, kHeads).kind : kV;
+  if (kind != kV) set_turn(kind);
+  pdl_trigger();
+  __syncthreads();  // the barrier is initialised
+  wait_barrier(&barrier);
+
+  int passes = 0;  // of one kind
+#pragma unroll 1
+  for (int index = begin; index < end; index += passes) {
+    const Pass pass = pass_at(p, plan, index, kHeads);
+    passes = min(end, pass.kind == kQ ? plan.q_passes : pass.kind == kK ? plan.q_passes + plan.kv_passes : all) - index;
+    if (Norm && pass.kind == kK && kind == kQ) set_turn(kK);
+    kind = pass.kind;
+    if (kind != kQ && !to.stored) continue;
+    const int exist = min(passes * kHeads, pass.heads - pass.local);  // heads of these passes
+    const T* const x = reinterpret_cast<const T*>(heads) + (pass.before + pass.local - cta_head) * Dim + sub * Dim + at;
     if (Fp8 && kind != kQ) {
       const float* const scale = kind == kK ? p.k_scale : p.v_scale;
-      const float inverse = scale == nullptr ? 1.f : 1.f / scale[local * (kind == kK ? p.k_scale_step : p.v_scale_step)];
-      uint8_t* const e = reinterpret_cast<uint8_t*>(kind == kK ? to.k : to.v) + local * Dim + at;
-      store_chunk_e4m3(e, y[0], inverse);
-      store_chunk_e4m3(e + kHalf, y[1], inverse);
-    } else {
-      T* const out = (kind == kQ ? to.q : reinterpret_cast<T*>(to.k)) + local * Dim + at;
-      store_vector(out, pack<T>(y[0]));
-      store_vector(out + kHalf, pack<T>(y[1]));
+      const int step = kind == kK ? p.k_scale_step : p.v_scale_step;
+      uint8_t* const e = reinterpret_cast<uint8_t*>(kind == kK ? to.k : to.v) + (pass.local + sub) * Dim + at;
+#pragma unroll 1
+      for (int k = 0; k < passes; ++k) {
+        const int head = k * kHeads + sub;
+        const bool exists = head < exist;
+        const float inverse = scale == nullptr || !exists ? 1.f : 1.f / scale[(pass.local + head) * step];
+        const auto store = [&](int, const float (&y)[2][kChunk]) {
+          if (!exists) return;
+          store_chunk_e4m3(e + k * kStep, y[0], inverse);
+          store_chunk_e4m3(e + k * kStep + kHalf, y[1], inverse);
+        };
+        if (kind == kK) {
+          turn_passes<T, Dim, Norm, 1>(x + k * kStep, turn, p.k_weight != nullptr, p.eps, store);
+        } else {
+          float y[2][kChunk];
+          unpack<T>(load_vector(x + k * kStep), y[0]);
+          unpack<T>(load_vector(x + k * kStep + kHalf), y[1]);
+          store(0, y);
+        }
+      }
+      continue;
     }
+    T* const out = (kind == kQ ? to.q : reinterpret_cast<T*>(kind == kK ? to.k : to.v)) + pass.local * Dim + sub * Dim + at;
+    if (kind == kV) {
+#pragma unroll 1
+      for (int k = 0; k < passes; ++k) {
+        const uint4 a = load_vector(x + k * kStep), b = load_vector(x + k * kStep + kHalf);
+        if (k * kHeads + sub < exist) store_vector(out + k * kStep, a), store_vector(out + k * kStep + kHalf, b);
+      }
+      continue;
+    }
+    const bool normed = (kind == kQ ? p.q_weight : p.k_weight) != nullptr;
+    int k = 0;
+    const auto store = [&](int n, const float (&y)[2][kChunk]) {
+      if ((k + n) * kHeads + sub >= exist) return;
+      store_vector(out + (k + n) * kStep, pack<T>(y[0]));
+      store_vector(out + (k + n) * kStep + kHalf, pack<T>(y[1]));
+    };
+#pragma unroll 1
+    for (; k + 2 <= passes; k += 2) turn_passes<T, Dim, Norm, 2>(x + k * kStep, turn, normed, p.eps, store);
+    if (k < passes) turn_passes<T, Dim, Norm, 1>(x + k * kStep, turn, normed, p.eps, store);
   }
 }
 
 template <class T, int Dim, bool Norm, bool Fp8>
 void launch_rope_halves(const QkNormRopeAppendParams& p, cudaStream_t stream) {
-  constexpr int kHeads = 512 / Dim, kWarps = kHalvesWarps, kPasses = kWarps * kHalvesPasses;
+  constexpr int kHeads = 512 / Dim, kWarps = kHalvesWarps;
   const int q_passes = (p.heads + kHeads - 1) / kHeads, kv_passes = (p.kv_heads + kHeads - 1) / kHeads;
   const int all = q_passes + 2 * kv_passes, spread = (all + kWarps - 1) / kWarps;
   const RowSplit page = row_split(std::max(p.page, 1));
   const auto tokens = static_cast<unsigned>(p.tokens);
   if (p.tokens * spread <= static_cast<int64_t>(sm_count()) * kHalvesSpreadCtas) {
-    launch("qk_norm_rope_append", {dim3(tokens, static_cast<unsigned>(spread)), kWarps * 32}, stream,
-           rope_halves_kernel<T, Dim, Norm, Fp8, false>, p, HalvesPlan{1, q_passes, kv_passes, page});
+    launch("qk_norm_rope_append", {dim3(tokens, static_cast<unsigned>(spread)), kWarps * 32}, stream, rope_halves_kernel<T, Dim, Norm, Fp8>,
+           p, HalvesPlan{1, q_passes, kv_passes, page});
     return;
   }
+  constexpr int kPasses = kBulkWarps * kBulkPasses;
   const int pieces = (all + kPasses - 1) / kPasses;
-  const int passes = (all + pieces * kWarps - 1) / (pieces * kWarps);
-  launch("qk_norm_rope_append", {dim3(tokens, static_cast<unsigned>((all + passes * kWarps - 1) / (passes * kWarps))), kWarps * 32}, stream,
-         rope_halves_kernel<T, Dim, Norm, Fp8, true>, p, HalvesPlan{passes, q_passes, kv_passes, page});
+  const int passes = (all + pieces * kBulkWarps - 1) / (pieces * kBulkWarps);
+  const dim3 grid(tokens, static_cast<unsigned>((all + passes * kBulkWarps - 1) / (passes * kBulkWarps)));
+  launch("qk_norm_rope_append", {grid, kBulkWarps * 32}, stream, rope_bulk_kernel<T, Dim, Norm, Fp8>, p,
+         HalvesPlan{passes, q_passes, kv_passes, page});
 }
 
 // Whether it took the call.

@@ -40,7 +40,8 @@ def qk_norm_rope_append(
         qkv: `[T, (H + 2K) * D]` bf16, fp16 or fp32 rows: the Q heads, the K heads, the V heads. D is a multiple of 8, at most 256.
             Rows may be strided by a multiple of 16 bytes.
         heads, kv_heads: H and K. K = 0: the rows hold Q alone, and the caches must be None.
-        cos_sin: fp32 `[L, R]`, contiguous, at a multiple of 16 bytes, R <= D and even; cosines, then sines. An attention factor (YaRN, LongRoPE) is folded in.
+        cos_sin: fp32 `[L, R]`, contiguous, at a multiple of 16 bytes, R <= D and even; cosines, then sines. An attention factor (YaRN,
+            LongRoPE) is folded in.
         rows: int32 `[T]`, the line of cos_sin for each token, in `[0, L)`. Given exactly when cos_sin is.
         interleaved: False pairs dimension i with i + R / 2, True pairs 2i with 2i + 1.
         q_weight, k_weight: `[D]`, fp32 or qkv.dtype. Constants: read before the kernels ahead in the stream have finished.
