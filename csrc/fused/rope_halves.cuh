@@ -305,21 +305,23 @@ __global__ void __launch_bounds__(kBulkWarps * 32, kBulkMinCtas<Norm, Fp8>)
       }
       continue;
     }
-    T* const out = (kind == kQ ? to.q : reinterpret_cast<T*>(kind == kK ? to.k : to.v)) + pass.local * Dim + sub * Dim + at;
+    T* const out = (kind == kQ ? to.q : reinterpret_cast<T*>(kind == kK ? to.k : to.v)) + pass.local * Dim;
     if (kind == kV) {
+      T* const v = out + sub * Dim + at;
 #pragma unroll 1
       for (int k = 0; k < passes; ++k) {
         const uint4 a = load_vector(x + k * kStep), b = load_vector(x + k * kStep + kHalf);
-        if (k * kHeads + sub < exist) store_vector(out + k * kStep, a), store_vector(out + k * kStep + kHalf, b);
+        if (k * kHeads + sub < exist) store_vector(v + k * kStep, a), store_vector(v + k * kStep + kHalf, b);
       }
       continue;
     }
     const bool normed = (kind == kQ ? p.q_weight : p.k_weight) != nullptr;
+    T* const y_out = out + sub * Dim + at;
     int k = 0;
     const auto store = [&](int n, const float (&y)[2][kChunk]) {
       if ((k + n) * kHeads + sub >= exist) return;
-      store_vector(out + (k + n) * kStep, pack<T>(y[0]));
-      store_vector(out + (k + n) * kStep + kHalf, pack<T>(y[1]));
+      store_vector(y_out + (k + n) * kStep, pack<T>(y[0]));
+      store_vector(y_out + (k + n) * kStep + kHalf, pack<T>(y[1]));
     };
 #pragma unroll 1
     for (; k + 2 <= passes; k += 2) turn_passes<T, Dim, Norm, 2>(x + k * kStep, turn, normed, p.eps, store);
