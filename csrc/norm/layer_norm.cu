@@ -4,6 +4,8 @@
 
 namespace pyllm {
 
-void layer_norm(const NormParams& p, cudaStream_t stream) { norm::run_norm<norm::LayerFormula>("layer_norm", p, stream); }
+void layer_norm(const NormParams& p, cudaStream_t stream) {
+  norm::run_norm<norm::NormOp::kLayer, norm::LayerFormula>("layer_norm", p, stream);
+}
 
 }  // namespace pyllm

@@ -139,10 +139,9 @@ __global__ void __launch_bounds__(Layout::kCtaThreads, Layout::min_ctas(Layout::
         p.scale_out[row * ((p.n + kQuantGroup - 1) / kQuantGroup) + column / kQuantGroup] = scale;
       inv = inverse(scale);
     }
-    if (column >= p.n) continue;
     float f[kV];
     unpack<T>(x[j], f);
-    store_e4m3<kV>(out + j * 32 * kV, f, inv);
+    store_e4m3<kV>(out + j * 32 * kV, f, inv, column < p.n);
   }
 }
 

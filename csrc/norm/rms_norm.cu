@@ -4,6 +4,6 @@
 
 namespace pyllm {
 
-void rms_norm(const NormParams& p, cudaStream_t stream) { norm::run_norm<norm::RmsFormula>("rms_norm", p, stream); }
+void rms_norm(const NormParams& p, cudaStream_t stream) { norm::run_norm<norm::NormOp::kRms, norm::RmsFormula>("rms_norm", p, stream); }
 
 }  // namespace pyllm

@@ -33,15 +33,31 @@ __device__ __forceinline__ uint4 load_vector(const void* p, bool ok) {
 // Weights are constants of the model: no kernel of the stream writes them, so the read-only path is safe even before pdl_wait().
 // InOrder: the plain path instead, whose loads ptxas keeps behind earlier stores; with many vectors per thread it would otherwise load
 // all weights ahead of the first store and spill.
+// !ok: zeros, no access. Predicates, here and in store_vector, and no branches: behind a branch per vector every load waits for the one
+// before it, 4 L1 latencies in a row with 4 vectors per thread, 8 with a scale per row.
 template <bool InOrder>
-__device__ __forceinline__ uint4 load_constant(const void* p) {
-  uint4 v;
-  if constexpr (InOrder) {
-    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  } else {
-    asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  }
+__device__ __forceinline__ uint4 load_constant(const void* p, bool ok) {
+  if constexpr (InOrder) return load_vector(p, ok);
+  uint4 v = make_uint4(0, 0, 0, 0);
+  asm("{ .reg .pred ok; setp.ne.b32 ok, %5, 0; @ok ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(p), "r"(static_cast<int>(ok)));
   return v;
+}
+
+__device__ __forceinline__ void store_vector(void* p, const uint4& v, bool ok) {
+  asm volatile("{ .reg .pred ok; setp.ne.b32 ok, %5, 0; @ok st.global.v4.b32 [%4], {%0, %1, %2, %3}; }" ::"r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w), "l"(p), "r"(static_cast<int>(ok))
+               : "memory");
+}
+__device__ __forceinline__ void store_vector(void* p, const uint2& v, bool ok) {
+  asm volatile("{ .reg .pred ok; setp.ne.b32 ok, %3, 0; @ok st.global.v2.b32 [%2], {%0, %1}; }" ::"r"(v.x), "r"(v.y), "l"(p),
+               "r"(static_cast<int>(ok))
+               : "memory");
+}
+__device__ __forceinline__ void store_vector(void* p, uint32_t v, bool ok) {
+  asm volatile("{ .reg .pred ok; setp.ne.b32 ok, %2, 0; @ok st.global.b32 [%1], %0; }" ::"r"(v), "l"(p), "r"(static_cast<int>(ok))
+               : "memory");
 }
 
 // Keeps the compiler from holding on to a conversion of `v` between two uses: the fp32 copy would take twice the registers.
@@ -91,7 +107,7 @@ __device__ __forceinline__ uint4 pack(const float* f) {
 
 // q = e4m3(y * inv) of one vector of 4 or 8 values, stored as 4 or 8 bytes.
 template <int V>
-__device__ __forceinline__ void store_e4m3(uint8_t* p, const float* y, float inv) {
+__device__ __forceinline__ void store_e4m3(uint8_t* p, const float* y, float inv, bool ok) {
   uint32_t word[V / 4];
 #pragma unroll
   for (int i = 0; i < V / 4; ++i) {
@@ -100,14 +116,29 @@ __device__ __forceinline__ void store_e4m3(uint8_t* p, const float* y, float inv
     word[i] = lo | hi << 16;
   }
   if constexpr (V == 8) {
-    *reinterpret_cast<uint2*>(p) = make_uint2(word[0], word[1]);
+    store_vector(p, make_uint2(word[0], word[1]), ok);
   } else {
-    *reinterpret_cast<uint32_t*>(p) = word[0];
+    store_vector(p, word[0], ok);
   }
 }
 
-__device__ __forceinline__ float scale_of(float absmax) { return fmaxf(__fdiv_rn(absmax, kE4M3Max), kMinScale); }
+// max(absmax / 448, 1e-10), the quotient rounded as IEEE has it, without the slow path of a division: one step of Newton with a correctly
+// rounded reciprocal, equal to the division for every non-negative float (all of them compared; where the remainder underflows the floor
+// counts). Infinity stays: the step would make it NaN.
+__device__ __forceinline__ float scale_of(float absmax) {
+  constexpr float kReciprocal = 1.f / kE4M3Max;
+  const float q = __fmul_rn(absmax, kReciprocal);
+  const float exact = fmaf(fmaf(-kE4M3Max, q, absmax), kReciprocal, q);
+  return fmaxf(absmax < INFINITY ? exact : q, kMinScale);
+}
 __device__ __forceinline__ float inverse(float scale) { return __frcp_rn(scale); }
+// The same of a result of scale_of(), from 1e-10 to 2^120 or infinity: the instructions that __frcp_rn itself takes for exponents from
+// 2^-126 to 2^125, without its call for the rest.
+__device__ __forceinline__ float inverse_of_dynamic(float scale) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(scale));
+  return scale < INFINITY ? fmaf(r, -fmaf(scale, r, -1.f), r) : 0.f;
+}
 
 // Reduces Values values per lane over the warp. Lane l gets the result of value l / (32 / Values): each of the first steps halves the
 // values a lane carries, 8 values take 9 shuffles. The bits of every result are those of warp_reduce.
@@ -130,7 +161,7 @@ __device__ __forceinline__ float warp_reduce_each(float (&x)[Values], int lane, 
 }
 
 // Scratch of the row reduction, in shared memory.
-struct RowScratch {
+struct alignas(16) RowScratch {
   float2 slots[2][32];
   uint64_t bars[2];  // mbarriers, used where a cluster owns a row
 };
@@ -205,7 +236,7 @@ class RowThreads {
     asm volatile("" : "+r"(place));  // lane and warp anew each time: kept between reductions they would cost registers
     const int lane = place % 32, warp = place / (32 * Vectors);
     float x = warp_reduce_each(values, lane, op);
-    if constexpr (Max) max = warp_reduce(max, MaxOp{});
+    if constexpr (Max) max = __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(max)));  // no sign: ordered as integers
     if (warps_ == 1) {
 #pragma unroll
       for (int offset = 16; offset >= kLanes; offset /= 2) x = op(x, __shfl_xor_sync(0xffffffffu, x, offset));
@@ -228,6 +259,7 @@ class RowThreads {
     }
     ++count_;
     const int used = warps_ * Values;
+    if (used == 8) return tree_of_8<Max>(slots, op);
     const int span = 1 << (32 - __clz(used - 1));  // rounded up to a power of two, 2 .. 32
     const int slot = lane & (span - 1);
     x = Op::identity();
@@ -247,6 +279,28 @@ class RowThreads {
       }
     }
     return {x, max};
+  }
+
+  // The 8 slots (rows of 4096 two-byte elements), by the tree of the shuffles below (addition commutes to the bit), without their latency.
+  template <bool Max, class Op>
+  static __device__ __forceinline__ float2 tree_of_8(uint32_t slots, Op op) {
+    float x[8], max[8];
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(x[i]), "=f"(max[i]), "=f"(x[i + 1]), "=f"(max[i + 1])
+                   : "r"(slots + i * 8)
+                   : "memory");
+    }
+#pragma unroll
+    for (int offset = 4; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int i = 0; i < offset; ++i) {
+        x[i] = op(x[i], x[i + offset]);
+        if constexpr (Max) max[i] = fmaxf(max[i], max[i + offset]);
+      }
+    }
+    return {x[0], max[0]};
   }
 
   // Every warp puts its value into `slot` of every CTA of the cluster; returns when all values of the row have come. Asynchronous stores

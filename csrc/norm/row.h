@@ -10,7 +10,8 @@
 namespace pyllm::norm {
 
 // Logical threads whose vectors one thread holds where there are many rows (below). With 2, norms of 8192 rows of 4096 bf16 took
-// up to 8 % less time on an H200 than with 1 or 4: fewer threads per barrier than with 1, more rows in flight than with 4.
+// up to 8 % less time on an H200 than with 1 or 4: fewer threads per barrier than with 1, more rows in flight than with 4. Norms whose
+// registers are short take 1 (norm_row.cuh).
 inline constexpr int kFold = 2;
 // CTAs that share one row when few long rows leave most SMs idle: one SM moves about 64 bytes per clock, so a row of 8192 with residual
 // (32 KB in, 32 KB out) costs it over half a microsecond.
@@ -38,9 +39,9 @@ struct RowLayout {
   static constexpr bool kMany = Many;
   static constexpr int kCtaThreads = Unit == 2 ? kMaxThreads / Fold : kMaxThreads;
   // CTAs that must fit an SM when a thread has `data` vectors in flight.
-  static constexpr int min_ctas(int data) {
+  // spare: registers beyond the vectors; 8 results at a time spill with less than 48.
+  static constexpr int min_ctas(int data, int spare = kVectors == 8 ? 48 : 32) {
     if (!Many) return kVectors == 2 ? 2 : 1;
-    const int spare = kVectors == 8 ? 48 : 32;  // registers beyond the vectors; 8 results at a time spill with less than 48
     const int registers = (spare + 4 * data + 7) / 8 * 8;
     return std::max(65536 / (registers * kCtaThreads), 1);
   }
@@ -102,8 +103,8 @@ inline Grid plan_grid(int64_t rows, int n, int item_size, int threads, int max_t
           {threads, static_cast<int>(ceil_log2(split)), ctas * per_cta, 1.f / static_cast<float>(n)}};
 }
 
-// Calls run(RowLayout, Grid) with the layout for these rows. Max: the largest unit that T has.
-template <int MaxUnit, class Run>
+// Calls run(RowLayout, Grid) with the layout for these rows. MaxUnit: the largest unit that T has. Fold: of rows of unit 2.
+template <int MaxUnit, int Fold = kFold, class Run>
 void with_layout(int64_t rows, int n, int item_size, Run&& run) {
   const auto [unit, logical] = choose_threads(n * item_size / 16);
   const int sms = sm_count();
@@ -112,7 +113,7 @@ void with_layout(int64_t rows, int n, int item_size, Run&& run) {
     run(layout, plan_grid(rows, n, item_size, threads, Layout::kCtaThreads, sms));
   };
   const bool many = rows > int64_t{kManyRows} * sms && logical > 32;
-  if (unit == 2) return many ? take(RowLayout<2, kFold, true>{}) : take(RowLayout<2, 1, false>{});
+  if (unit == 2) return many ? take(RowLayout<2, Fold, true>{}) : take(RowLayout<2, 1, false>{});
   if (unit == 4) return many ? take(RowLayout<4, 2, true>{}) : take(RowLayout<4, 1, false>{});
   if constexpr (MaxUnit == 8) take(RowLayout<8, 1, false>{});
 }

@@ -200,3 +200,14 @@ def test_far_rows(mode):
     assert_same(q[-2:], want_q)
     assert_same(scale[-2:] if mode in ("token", "group") else scale, want_scale)
     assert not q[:-2].view(torch.uint8).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exponent", [-20, 0, 127])
+def test_scale_is_the_rounded_quotient(exponent):
+    """absmax / 448 to the bit for all 2^23 mantissas; the kernel gets there without a division."""
+    T = 2**23
+    absmax = ((exponent + 127) * 2**23 + torch.arange(T, dtype=torch.int32, device=CUDA)).view(torch.float32)
+    x = torch.zeros(T, 8, device=CUDA)
+    x[:, 3] = -absmax
+    assert_same(quantize_fp8(x, "token")[1], (absmax.double() / 448).float(), f"2^{exponent}")
