@@ -20,11 +20,12 @@ ROWS = {
     ("quantize_fp8", "T=8192 N=4096 token bf16"): "FP8 quantization per token, 8192 x 4096",
     ("act_mul", "T=8192 F=4096 silu bf16"): "SiLU(gate) * up, 8192 x 4096",
     ("qk_norm_rope_append", "T=8192 H=32 K=8 D=128 bf16 cache"): "RoPE + paged KV append, 8192 tokens, 32/8 heads of 128",
+    ("qk_norm_rope_append", "T=8192 H=32 K=8 D=128 norm bf16 cache"): "the same with QK-norm",
     ("qk_norm_rope_append", "T=1 H=32 K=8 D=128 norm bf16 cache"): "QK-norm + RoPE + paged KV append, one token",
     ("decode_attention", "B=32 keys=4096 H=32 K=8 D=128 bf16 cache"): "paged decode attention, 32 x 4,096 keys, 32/8 heads of 128, bf16",
     ("decode_attention", "B=64 keys=16384 H=32 K=8 D=128 fp8 cache"): "the same, 64 x 16,384 keys, FP8 cache",
-    ("sample_tokens", "B=1 V=128256 bf16 top-k top-p min-p"): "top-k + top-p + min-p sampling, one row of 128,256",
-    ("sample_tokens", "B=256 V=128256 bf16 top-k top-p min-p"): "the same, 256 rows",
+    ("sample_tokens", "B=1 V=128256 top-k top-p min-p bf16"): "top-k + top-p + min-p sampling, one row of 128,256",
+    ("sample_tokens", "B=256 V=128256 top-k top-p min-p bf16"): "the same, 256 rows",
 }
 
 
