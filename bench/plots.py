@@ -45,13 +45,14 @@ def roofline(records: list[Record], folder: Path) -> Path:
         rate = found[f"{name}_tflops"]
         if rate:
             knee = rate * 1e3 / found["read_gbs"]
-            left.plot([ends[0], knee, ends[1]], [ends[0] * found["read_gbs"] / 1e3, rate, rate], lw=1, label=f"{name} {rate:,.0f} TFLOP/s")
-    for op in dict.fromkeys(r["op"] for r in records):
-        here = [r for r in computing if r["op"] == op]
-        if here:
-            left.scatter([r["flops"] / r["bytes"] for r in here], [r["tflops"] for r in here], s=14, label=op, zorder=3)
+            left.plot([ends[0], knee, ends[1]], [ends[0] * found["read_gbs"] / 1e3, rate, rate], lw=1, color="grey")
+            left.annotate(f"{name} {rate:,.0f} TFLOP/s", (ends[1], rate), fontsize=7, ha="right", va="bottom")
+    colours = plt.get_cmap("tab20").colors  # one colour per op, the same in both panels
+    for index, op in enumerate(dict.fromkeys(r["op"] for r in records)):
+        here, look = [r for r in computing if r["op"] == op], {"s": 14, "color": colours[index % len(colours)]}
+        left.scatter([r["flops"] / r["bytes"] for r in here], [r["tflops"] for r in here], zorder=3, **look)
         shares = [r for r in records if r["op"] == op and r["share"] is not None and r["cold"]]
-        right.scatter([r["bytes"] for r in shares], [100 * r["share"] for r in shares], s=14, label=op)
+        right.scatter([r["bytes"] for r in shares], [100 * r["share"] for r in shares], label=op, **look)
     left.set(
         xscale="log",
         yscale="log",
@@ -69,14 +70,14 @@ def roofline(records: list[Record], folder: Path) -> Path:
     right.axhline(100, color="grey", lw=0.8)
     for axes in (left, right):
         axes.grid(alpha=0.25)
-        axes.legend(fontsize=7, frameon=False)
+    right.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return _save(plt, figure, folder / ROOFLINE)
 
 
 def speedup(records: list[Record], folder: Path) -> Path:
     """Per op and baseline: the geometric mean of the ratios as a bar from 1, the range over the cases as a line."""
     plt = _pyplot()
-    names = baseline_names(records)
+    names = [n for n in baseline_names(records) if any(ratio(r, n) is not None for r in records if n in r["baselines"])]
     ops = list(dict.fromkeys(r["op"] for r in records))
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.2 * len(ops) * (len(names) + 1)))
     extremes = [0.8, 1.25]
