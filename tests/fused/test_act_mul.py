@@ -96,7 +96,7 @@ def test_graph(T: int) -> None:
 
 
 @pytest.mark.gpu
-def test_two_in_a_row() -> None:
+def test_two_in_a_row_in_a_graph() -> None:
     """The second launch reads what the first one writes."""
     x = normal(2000, 8192, dtype=torch.bfloat16, device="cuda")
     graph = torch.cuda.CUDAGraph()
