@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from pyllm.layers import bind, plan
+from pyllm.layers import bind
 from pyllm.models import spec_from_config
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.params import SamplingParams
+from tests.models import oracle
+from tests.models.oracle import SIZES, assert_logits, expected
 from tests.models.paged import Paged
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-SIZES = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=4,
-vocab_size=73,
-             max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
 LLAMA3 = dict(
     rope_type="llama3", rope_theta=1e4, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
@@ -50,61 +49,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(name: str) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
-    """A transformers model with random weights and biases, its config as a dict, its tensors as a checkpoint would name them."""
-    kind, changes = CASES[name]
-    torch.manual_seed(sum(map(ord, name)))
-    config = getattr(transformers, f"{kind}Config")(**(SIZES | changes), attn_implementation="eager")
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().float()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3 if p.dim() > 1 else 0.5)
-    state = {k: v for k, v in model.state_dict().items() if not (k == "lm_head.weight" and config.tie_word_embeddings)}
-    return model, config.to_dict() | {"architectures": [f"{kind}ForCausalLM"]}, state
-
-
-def expected(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(ids[None], use_cache=False).logits[0]
-
-
-def assert_logits(got: torch.Tensor, want: torch.Tensor) -> None:
-    error, limit = (got - want).abs().max().item(), 1e-4 * want.abs().max().item()
-    assert error <= limit, f"max |difference| {error:.2e} > {limit:.2e}"
+def make(name: str) -> oracle.Made:
+    return oracle.make(name, *CASES[name])
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 70])
+@pytest.mark.parametrize("length", oracle.LENGTHS)
 def test_prefill(name: str, length: int) -> None:
-    model, config, state = make(name)
-    spec = spec_from_config(config)
-    ids = torch.randint(0, SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(length))
-    got = bind(spec, state)(Paged(spec, 1, length).step([ids]))
-    assert_logits(got, expected(model, ids))
+    oracle.check_prefill(make(name), length)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "longrope" not in n and "dynamic" not in n])
 def test_ragged_chunked_prefill_and_decode(name: str) -> None:
-    """Three sequences in one batch: chunks, single tokens and pauses; every row must equal the full pass of its own sequence.
-
-    Length-dependent ropes are left out: transformers too gives other logits when keys were rotated at a shorter length.
-    """
-    model, config, state = make(name)
-    spec = spec_from_config(config)
-    bound = bind(spec, state)
-    generator = torch.Generator().manual_seed(3)
-    lengths = (18, 5, 33)
-    texts = [torch.randint(0, SIZES["vocab_size"], (n,), generator=generator) for n in lengths]
-    want = [expected(model, t) for t in texts]
-    pages, at, rows = Paged(spec, len(texts), max(lengths)), [0, 0, 0], [[], [], []]
-    for chunk in ([15, 1, 0], [1, 1, 16], [1, 0, 1], [0, 3, 15], [1, 0, 1]):
-        batch = pages.step([t[a : a + n] for t, a, n in zip(texts, at, chunk, strict=True)])
-        parts = bound(batch).split(chunk)
-        for i, n in enumerate(chunk):
-            at[i] += n
-            rows[i].append(parts[i])
-    assert tuple(at) == lengths
-    for got, w in zip(rows, want, strict=True):
-        assert_logits(torch.cat(got), w)
+    """Length-dependent ropes are left out: transformers too gives other logits when keys were rotated at a shorter length."""
+    oracle.check_ragged_chunks_and_decode(make(name))
 
 
 @pytest.mark.parametrize("name", ["llama-longrope", "llama-dynamic-rope"])
@@ -138,10 +96,3 @@ def test_last_rows_only() -> None:
     full = bound(Paged(spec, 2, 8).step(texts))
     last = bound(Paged(spec, 2, 8).step(texts, last=True))
     torch.testing.assert_close(last, full[[4, 7]], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_plan_names_exactly_the_checkpoint(name: str) -> None:
-    _, config, state = make(name)
-    items = plan(spec_from_config(config))
-    assert sorted(s for i in items for s in i.sources) == sorted(state)
