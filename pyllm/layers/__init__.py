@@ -9,7 +9,7 @@ from pyllm.layers.mlp import MLP
 from pyllm.layers.moe import MoE
 from pyllm.layers.norm import LayerNorm, Norm, Normed, RMSNorm
 from pyllm.layers.rope import DynamicNtk, LinearScaling, Llama3, LongRope, Rope, Yarn
-from pyllm.layers.spec import Part, PlanItem, Spec, Split, Transform, Weight, plan, rewrite, walk
+from pyllm.layers.spec import Part, PlanItem, Spec, Split, Transform, Weight, consecutive, plan, rewrite, walk
 
 __all__ = [
     "MLP",
@@ -42,6 +42,7 @@ __all__ = [
     "Weight",
     "Yarn",
     "bind",
+    "consecutive",
     "plan",
     "rewrite",
     "walk",

@@ -12,7 +12,7 @@ from pyllm import ops
 from pyllm.layers.linear import Linear
 from pyllm.layers.norm import Normed, RMSNorm
 from pyllm.layers.rope import Rope
-from pyllm.layers.spec import Part, Spec, Split, Weight, need_sizes
+from pyllm.layers.spec import Part, Spec, Split, Transform, Weight, consecutive, need_sizes
 from pyllm.runtime.batch import Batch, KvCache
 
 
@@ -30,9 +30,11 @@ class Attn(Spec):
     """Attention of `heads` query heads over `kv_heads` (MHA: equal, GQA, MQA: 1) of `head_dim`, causal.
 
     kv: KV slot; two layers with one number share one cache, and own_kv=False projects q alone and reads the slot that another layer filled.
-    rope=None: no position (NoPE). qk_norm: an RMSNorm over head_dim for q and k, with `{}` in its name. window: a token sees that many
+    rope=None: no position (NoPE). qk_norm: an RMSNorm for q and k, with `{}` in its name; over head_dim, or with
+    whole_norm over all heads of q (of k) at once: its d is then heads * head_dim. window: a token sees that many
     keys, itself included.
     scale: of q k^T; None: head_dim ** -0.5. sinks: one learned logit per head in the softmax's denominator.
+    names: q, k, v, o; one name for q, k and v is one fused tensor. qkv_transform, o_transform: how the checkpoint stores them (`Linear`).
     """
 
     at: str
@@ -44,6 +46,7 @@ class Attn(Spec):
     own_kv: bool = True
     rope: Rope | None = None
     qk_norm: RMSNorm | None = None
+    whole_norm: bool = False
     window: int | None = None
     softcap: float | None = None
     scale: float | None = None
@@ -51,6 +54,8 @@ class Attn(Spec):
     qkv_bias: bool = False
     o_bias: bool = False
     names: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    qkv_transform: Transform | None = None
+    o_transform: Transform | None = None
 
     partial = True
     reads_normed = True
@@ -67,24 +72,26 @@ class Attn(Spec):
             raise ValueError(f"Attn {self.at}: heads is {self.heads}, expected a multiple of kv_heads={self.kv_heads}")
         if self.rope and self.rope.dim > self.head_dim:
             raise ValueError(f"Attn {self.at}: rope.dim is {self.rope.dim}, expected at most head_dim={self.head_dim}")
-        if self.qk_norm and self.qk_norm.d != self.head_dim:
-            raise ValueError(f"Attn {self.at}: qk_norm.d is {self.qk_norm.d}, expected head_dim={self.head_dim}")
+        if self.whole_norm and not self.qk_norm:
+            raise ValueError(f"Attn {self.at}: whole_norm is set, expected a qk_norm with it")
+        want = self.head_dim * (self.heads if self.whole_norm else 1)
+        if self.qk_norm and self.qk_norm.d != want:
+            expected = f"heads * head_dim={want}" if self.whole_norm else f"head_dim={want}"
+            raise ValueError(f"Attn {self.at}: qk_norm.d is {self.qk_norm.d}, expected {expected}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"Attn {self.at}: window is {self.window}, expected None or at least 1")
 
     def children(self) -> dict[str, Spec | tuple[Spec, ...]]:
         dim, (q, k, v, o) = self.head_dim, self.names
-        parts = [Part(q, self.heads * dim, dim)]
-        if self.own_kv:
-            parts += [Part(n, self.kv_heads * dim, dim, Split.REPLICATE) for n in (k, v)]
+        parts = consecutive(Part(q, self.heads * dim, dim), *(Part(n, self.kv_heads * dim, dim, Split.REPLICATE) for n in (k, v)))
         out: dict[str, Spec | tuple[Spec, ...]] = {
-            "qkv": Linear(self.d, tuple(parts), "col", self.qkv_bias),
-            "o": Linear(self.heads * dim, (Part(o, self.d),), "row", self.o_bias),
+            "qkv": Linear(self.d, parts if self.own_kv else parts[:1], "col", self.qkv_bias, transform=self.qkv_transform),
+            "o": Linear(self.heads * dim, (Part(o, self.d),), "row", self.o_bias, transform=self.o_transform),
         }
-        if self.qk_norm:
-            out["q_norm"] = replace(self.qk_norm, name=self.qk_norm.name.format("q"))
-            if self.own_kv:
-                out["k_norm"] = replace(self.qk_norm, name=self.qk_norm.name.format("k"))
+        for one, heads in (("q", self.heads), ("k", self.kv_heads)) if self.own_kv else (("q", self.heads),):
+            if self.qk_norm:
+                size = {"d": heads * dim, "unit": dim} if self.whole_norm else {}
+                out[f"{one}_norm"] = replace(self.qk_norm, name=self.qk_norm.name.format(one), **size)
         return out
 
     def weights(self) -> dict[str, Weight]:
@@ -100,7 +107,10 @@ class Attn(Spec):
 
     def forward(self, m: Any, x: Tensor | Normed, b: Batch) -> Tensor:
         cache = b.caches[self.kv]
-        q = (self.project if m.fuse else self.project_unfused)(m, m.qkv(x), cache, b)
+        qkv = m.qkv(x)
+        if self.whole_norm:
+            self.norm_rows(m, qkv, b)
+        q = (self.project if m.fuse else self.project_unfused)(m, qkv, cache, b)
         o, _ = ops.paged_attention(
             q,
             cache.k,
@@ -118,6 +128,23 @@ class Attn(Spec):
         )
         return m.o(o.flatten(1))
 
+    @property
+    def head_norm(self) -> bool:
+        """The norm of each head, which `qk_norm_rope_append` applies."""
+        return self.qk_norm is not None and not self.whole_norm
+
+    def norm_rows(self, m: Any, qkv: Tensor, b: Batch) -> None:
+        """Norm of all of q and of all of k, in place."""
+        parts = list(zip(qkv.split(m.qkv.sizes, -1), (m.q_norm, m.k_norm) if self.own_kv else (m.q_norm,), strict=False))
+        if m.tp == 1:
+            for t, norm in parts:
+                t.copy_(norm(t))
+            return
+        # every rank adds its share of the mean; KV heads that several ranks hold count once
+        means = b.reduce(torch.stack([t.float().square().mean(-1) / m.tp for t, _ in parts], -1))
+        for (t, norm), mean in zip(parts, means.unbind(-1), strict=True):
+            t.copy_(t.float() * torch.rsqrt(mean[:, None] + norm.spec.eps) * norm.weight)
+
     def project(self, m: Any, qkv: Tensor, cache: KvCache, b: Batch) -> Tensor:
         """Per-head norm, rotation and append in one op; returns q `[T, H, D]` of this rank."""
         cos_sin, rows = b.rope(self.rope) if self.rope else (None, None)
@@ -129,9 +156,9 @@ class Attn(Spec):
             cos_sin,
             rows,
             interleaved=self.rope.interleaved if self.rope else False,
-            q_weight=m.q_norm.weight if self.qk_norm else None,
-            k_weight=m.k_norm.weight if self.qk_norm and kv else None,
-            eps=self.qk_norm.eps if self.qk_norm else 0.0,
+            q_weight=m.q_norm.weight if self.head_norm else None,
+            k_weight=m.k_norm.weight if self.head_norm and kv else None,
+            eps=self.qk_norm.eps if self.qk_norm and self.head_norm else 0.0,
             k_cache=cache.k if kv else None,
             v_cache=cache.v if kv else None,
             slots=b.slots if kv else None,
@@ -150,9 +177,9 @@ class Attn(Spec):
                 t = norm(t.view(-1, self.head_dim)).view(t.shape)
             return ops.qk_norm_rope_append(t, heads, 0, cos_sin, rows, interleaved=self.rope.interleaved if self.rope else False)
 
-        q = one(q, m.q_norm if self.qk_norm else None)
+        q = one(q, m.q_norm if self.head_norm else None)
         if kv:
-            k = one(kv[0], m.k_norm if self.qk_norm else None)
+            k = one(kv[0], m.k_norm if self.head_norm else None)
             heads = k.shape[1]
             rest = torch.cat([k.flatten(1), k.flatten(1), kv[1]], -1)  # the append op wants q heads too; theirs are ignored
             where = dict(k_cache=cache.k, v_cache=cache.v, slots=b.slots, k_scale=cache.k_scale, v_scale=cache.v_scale)

@@ -30,16 +30,20 @@ class Env:
     dtype: torch.dtype
     progress: Callable[[str], None] | None = None
     fuse: bool = True
+    prefix: str = ""
     used: set[str] = field(default_factory=set)
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        wanted, short = name, name.removeprefix(f"{self.prefix}.")
+        name = short if name not in self.state and short in self.state else name
         if name not in self.state:
-            raise ValueError(f"checkpoint has no tensor {name!r}, which the declaration needs with shape {shape}")
+            raise ValueError(f"checkpoint has no tensor {wanted!r}, which the declaration needs with shape {shape}")
+        first = name not in self.used
         self.used.add(name)
         t = self.state[name]
         if tuple(t.shape) != shape:
             raise ValueError(f"checkpoint tensor {name!r} has shape {tuple(t.shape)}, the declaration expects {shape}")
-        if self.progress:
+        if self.progress and first:  # several parts may be rows of one tensor
             self.progress(name)
         return t
 
@@ -100,7 +104,7 @@ def bind(
     check_plan("bind", spec, quant)
     if not 0 <= rank < tp:
         raise ValueError(f"bind: rank is {rank}, expected 0 <= rank < tp={tp}")
-    env = Env(state, quant, rank, tp, torch.device(device), dtype, progress, fuse)
+    env = Env(state, quant, rank, tp, torch.device(device), dtype, progress, fuse, getattr(spec, "prefix", ""))
     module = Bound(spec, "", env)
     ignore = getattr(spec, "ignore", ())
     left = sorted(k for k in state if k not in env.used and not any(fnmatchcase(k, g) for g in ignore))

@@ -79,6 +79,7 @@ class Decoder(Spec):
     head=None: tied to the embedding. positions: learned position embeddings added to the tokens'.
     embed_scale, rounded to the model's dtype, multiplies the tokens' embedding.
     max_positions: longest sequence the declaration is right for. ignore: globs over checkpoint names that may be left unread.
+    prefix: first segment of the names, which checkpoints of the bare model (without its head) leave out.
     """
 
     embed: Embedding
@@ -90,6 +91,7 @@ class Decoder(Spec):
     logit_softcap: float | None = None
     max_positions: int = 8192
     ignore: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    prefix: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.subs, tuple) or not all(isinstance(s, Sub) for s in self.subs):

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyllm import ops
 from pyllm.layers.formats import Format, QuantPlan, resolve
 from pyllm.layers.norm import Normed
-from pyllm.layers.spec import Part, Spec, Split, Weight, need_sizes, walk
+from pyllm.layers.spec import Part, Spec, Split, Transform, Weight, groups, need_sizes, walk
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Linear(Spec):
 
     tp: None (whole on each rank) | "col" (output rows are cut; y is this rank's rows) | "row" (inputs are cut; y is a partial sum).
     A row-parallel bias is added by rank 0 alone, so that the reduction adds it once. experts > 0: a stack of such GEMMs (MoE).
+    transform: TRANSPOSE (the checkpoint stores W^T) or UNGROUP (the parts are one tensor, stored head by head).
     """
 
     d: int
@@ -27,6 +28,7 @@ class Linear(Spec):
     tp: str | None = None
     bias: bool = False
     experts: int = 0
+    transform: Transform | None = None
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -36,11 +38,19 @@ class Linear(Spec):
             raise ValueError(f"Linear {self.parts[0].name}: experts is {self.experts}, expected {{}} in the name of each part")
         if self.tp not in (None, "col", "row"):
             raise ValueError(f"Linear {self.parts[0].name}: tp is {self.tp!r}, expected None, 'col' or 'row'")
+        if self.transform is Transform.PLUS_ONE:
+            raise ValueError(f"Linear {self.parts[0].name}: transform is PLUS_ONE, expected None, TRANSPOSE or UNGROUP")
+        if self.transform is Transform.UNGROUP:
+            rows, n = sum(p.size for p in self.parts), groups(self.parts)
+            if any(p.name != self.parts[0].name or (p.of or p.size) != rows or p.size % n for p in self.parts):
+                raise ValueError(f"Linear {self.parts[0].name}: transform is UNGROUP, expected parts that are all of one tensor's rows")
 
     def weights(self) -> dict[str, Weight]:
-        out = {"weight": Weight(self.parts, self.d, self.tp, experts=self.experts)}
+        out = {"weight": Weight(self.parts, self.d, self.tp, experts=self.experts, transform=self.transform)}
         if self.bias:
-            out["bias"] = Weight(self.parts, None, "col" if self.tp == "col" else None, suffix="bias", experts=self.experts)
+            order = None if self.transform is Transform.TRANSPOSE else self.transform
+            shard = "col" if self.tp == "col" else None
+            out["bias"] = Weight(self.parts, None, shard, suffix="bias", experts=self.experts, transform=order)
         return out
 
     def names(self, path: str) -> list[str]:
@@ -51,7 +61,12 @@ class Linear(Spec):
         weights = self.weights()
         m.format = resolve(self.names(m.path), env.quant)
         m.sizes = weights["weight"].sizes(env.tp, m.path)
-        stored = {name: env.read(w, m.path) for name, w in m.format.tensors(weights["weight"]).items()}
+        wanted = m.format.tensors(weights["weight"])
+        if self.transform and any(w.row_pack * w.col_pack > 1 for w in wanted.values()):
+            raise ValueError(
+                f"quant plan: {self.names(m.path)[0]} needs {self.transform.name}, which the packed format {m.format.name} lacks"
+            )
+        stored = {name: env.read(w, m.path) for name, w in wanted.items()}
         for name, t in m.format.finish(stored).items():
             m.put(name, t)
         if self.bias:

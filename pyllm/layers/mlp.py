@@ -10,7 +10,7 @@ from torch import Tensor
 from pyllm import ops
 from pyllm.layers.linear import Linear
 from pyllm.layers.norm import Normed
-from pyllm.layers.spec import Part, Spec, need_sizes
+from pyllm.layers.spec import Part, Spec, Transform, consecutive, need_sizes
 from pyllm.ops.fused import ACTS
 from pyllm.runtime.batch import Batch
 
@@ -22,7 +22,10 @@ def check_act(owner: str, act: str) -> None:
 
 @dataclass(frozen=True)
 class MLP(Spec):
-    """`down(act(gate x) * (up x))`, or `down(act(up x))` when not gated. act: silu, gelu, gelu_tanh, relu2. names: gate, up, down."""
+    """`down(act(gate x) * (up x))`, or `down(act(up x))` when not gated. act: silu, gelu, gelu_tanh, relu2.
+
+    names: gate, up, down; one name for gate and up is one fused tensor. transform: TRANSPOSE where the checkpoint stores W^T.
+    """
 
     at: str
     d: int
@@ -31,6 +34,7 @@ class MLP(Spec):
     gated: bool = True
     bias: bool = False
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    transform: Transform | None = None
 
     partial = True
     reads_normed = True
@@ -43,8 +47,11 @@ class MLP(Spec):
 
     def children(self) -> dict[str, Spec | tuple[Spec, ...]]:
         gate, up, down = self.names
-        parts = (Part(gate, self.ff), Part(up, self.ff)) if self.gated else (Part(up, self.ff),)
-        return {"up": Linear(self.d, parts, "col", self.bias), "down": Linear(self.ff, (Part(down, self.d),), "row", self.bias)}
+        parts = consecutive(Part(gate, self.ff), Part(up, self.ff)) if self.gated else (Part(up, self.ff),)
+        return {
+            "up": Linear(self.d, parts, "col", self.bias, transform=self.transform),
+            "down": Linear(self.ff, (Part(down, self.d),), "row", self.bias, transform=self.transform),
+        }
 
     def forward(self, m: Any, x: Tensor | Normed, b: Batch) -> Tensor:
         return m.down((ops.act_mul if self.gated else ops.act)(m.up(x), self.act))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from pyllm import ops
-from pyllm.layers.spec import Part, Spec, Transform, Weight, need_sizes
+from pyllm.layers.spec import Part, Spec, Split, Transform, Weight, need_sizes
 
 
 def check_norm(norm: RMSNorm | LayerNorm) -> None:
@@ -23,18 +23,23 @@ class RMSNorm(Spec):
     """`y = x / sqrt(mean(x^2) + eps) * w`; plus_one: the checkpoint stores w - 1 (Gemma). w is kept in fp32; fp32 inside, one rounding.
 
     Called with a residual, adds x to it in place first and normalises the sum: one op.
+    unit: the row is cut over the ranks in units of so many values, as in `Part` (None: each rank has all of it); who holds it sums the
+    squares over the ranks.
     """
 
     name: str
     d: int
     eps: float
     plus_one: bool = False
+    unit: int | None = None
 
     def __post_init__(self) -> None:
         check_norm(self)
 
     def weights(self) -> dict[str, Weight]:
-        return {"weight": Weight((Part(self.name, self.d),), transform=Transform.PLUS_ONE if self.plus_one else None, fp32=True)}
+        part = Part(self.name, self.d, self.unit or 1, Split.REPLICATE)
+        change = Transform.PLUS_ONE if self.plus_one else None
+        return {"weight": Weight((part,), shard="col" if self.unit else None, transform=change, fp32=True)}
 
     def forward(self, m: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
         y = ops.rms_norm(x, m.weight, self.eps, residual)

@@ -32,8 +32,13 @@ class Transform(enum.Enum):
 
     PLUS_ONE = "plus_one"  # Gemma stores norm weights as w - 1
     TRANSPOSE = "transpose"  # checkpoints that store [in, out]
+    UNGROUP = "ungroup"  # a fused tensor stored head by head, [groups][parts][rows]: brought to [parts][groups][rows]
 
-    def apply(self, t: Tensor) -> Tensor:
+    def apply(self, t: Tensor, parts: tuple[Part, ...]) -> Tensor:
+        if self is Transform.UNGROUP:
+            n = groups(parts)
+            rows = t.unflatten(0, (n, -1)).split([p.size // n for p in parts], 1)
+            return torch.cat([r.flatten(0, 1) for r in rows])
         return t.float() + 1 if self is Transform.PLUS_ONE else t.T
 
 
@@ -92,6 +97,20 @@ class Part:
             pad[dim] = n - have
             out = torch.cat([out, t.new_zeros(pad)], dim)
         return out
+
+
+def groups(parts: tuple[Part, ...]) -> int:
+    """Groups of a tensor stored head by head: as many as the part with the fewest units (the KV heads) has."""
+    return min(p.size // p.unit for p in parts)
+
+
+def consecutive(*parts: Part) -> tuple[Part, ...]:
+    """Parts that share a name become consecutive rows of that one checkpoint tensor (a fused qkv_proj)."""
+    out = []
+    for i, p in enumerate(parts):
+        start, rest = (sum(o.size for o in some if o.name == p.name) for some in (parts[:i], parts[i:]))
+        out.append(replace(p, start=start, of=start + rest if start + rest > p.size else None))
+    return tuple(out)
 
 
 @dataclass(frozen=True)
@@ -154,7 +173,7 @@ class Weight:
         self.sizes(tp, path), self.local_cols(tp, path)
 
         def cut(t: Tensor, p: Part) -> Tensor:
-            t = self.transform.apply(t) if self.transform else t
+            t = self.transform.apply(t, self.parts) if self.transform else t
             if p.of is not None:
                 t = t.narrow(self.row_dim, p.start // self.row_pack, p.size // self.row_pack)
             if self.shard == "row" and self.cols is not None:
@@ -238,7 +257,7 @@ def plan(spec: Spec, *, tp: int = 1) -> list[PlanItem]:
     def items(s: Spec, path: str, attr: str) -> Iterator[PlanItem]:
         path = path_of(s, path)
         for name, w in s.weights().items():
-            yield PlanItem(attr + name, tuple(w.sources(path)), w.local_shape(tp, path))
+            yield PlanItem(attr + name, tuple(dict.fromkeys(w.sources(path))), w.local_shape(tp, path))
         for name, child in nodes(s):
             yield from items(child, path, f"{attr}{name}.")
 

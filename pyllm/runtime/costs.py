@@ -98,7 +98,7 @@ def _(spec: Linear, ctx: Context, path: str) -> Iterator[Row]:
     w = spec.weights()["weight"]
     n, k = sum(w.sizes(ctx.tp, path)), w.local_cols(ctx.tp, path) or 0
     fmt = resolve(spec.names(path), ctx.quant)
-    what = "+".join(p.name for p in spec.parts)
+    what = "+".join(dict.fromkeys(p.name for p in spec.parts))
     moved = ctx.weight_bytes(fmt, n, k) + ctx.tokens * (n + k) * ctx.item
     tags = f"{n}x{k}" + (f" {spec.tp}" if spec.tp and ctx.tp > 1 else "") + (" +bias" if spec.bias else "")
     yield ctx.row(path, what, fmt.op, moved, 2 * ctx.tokens * n * k, tags, _label(fmt))
@@ -134,17 +134,34 @@ def _project_rows(spec: Attn, ctx: Context, path: str, heads: int, kv: int) -> I
     dim, copy = spec.head_dim, 2 * ctx.tokens * spec.head_dim * ctx.item  # read and write one head
     stored = 2 * kv * ctx.tokens * dim * (ctx.item + ctx.kv_item)
     op, shape = "qk_norm_rope_append", f"{heads}+{kv}x{dim}"
+    if spec.whole_norm:
+        yield from _whole_norm_rows(ctx, path, dim, (("q", heads), ("k", kv)) if kv else (("q", heads),))
     if ctx.fuse:
-        parts = ["qk_norm"] * bool(spec.qk_norm) + ["rope"] * bool(spec.rope) + ["append"] * bool(kv)
+        parts = ["qk_norm"] * spec.head_norm + ["rope"] * bool(spec.rope) + ["append"] * bool(kv)
         yield ctx.row(path, "+".join(parts) or "split", op, heads * copy + stored, 0, shape)
         return
     for name, n in (("q", heads), ("k", kv)):
-        if n and spec.qk_norm:
+        if n and spec.head_norm:
             yield ctx.row(path, f"{name}_norm", "rms_norm", n * copy + 4 * dim, 0, f"{n}x{dim}")
         if n:
             yield ctx.row(path, f"rope {name}" if spec.rope else f"split {name}", op, n * copy, 0, f"{n}x{dim}")
     if kv:
         yield ctx.row(path, "append", op, stored, 0, shape)
+
+
+def _whole_norm_rows(ctx: Context, path: str, dim: int, parts: tuple[tuple[str, int], ...]) -> Iterator[Row]:
+    """The norm of q and of k over all their heads: read and written, then put back in place; over ranks their means are summed between."""
+    one = 2 * ctx.tokens * dim * ctx.item
+    if ctx.tp == 1:
+        for name, n in parts:
+            yield ctx.row(path, f"{name}_norm", "rms_norm", n * (one + 4 * dim), 0, f"{n * dim}")
+            yield ctx.row(path, f"{name}_norm in place", "copy", n * one, 0, f"{n * dim}")
+        return
+    for name, n in parts:
+        yield ctx.row(path, f"{name} mean of squares", "mean", n * one / 2, 0, f"{n * dim}")
+    yield ctx.row(path, "sum over ranks", "all_reduce", 2 * 4 * len(parts) * ctx.tokens * (ctx.tp - 1) / ctx.tp)
+    for name, n in parts:
+        yield ctx.row(path, f"{name}_norm", "mul", n * (one + 4 * dim), 0, f"{n * dim}")
 
 
 @rows.register

@@ -18,7 +18,7 @@ import torch
 from pyllm.layers.bind import DTYPES
 from pyllm.layers.decoder import Decoder
 from pyllm.layers.formats import QuantPlan, resolve
-from pyllm.layers.linear import Linear, check_plan
+from pyllm.layers.linear import Embedding, Linear, check_plan
 from pyllm.layers.spec import Spec, join, need_sizes, walk
 from pyllm.runtime.costs import GPUS, Context, Row, edge_rows, product, rows
 
@@ -109,6 +109,8 @@ def explain(
     out.append(ctx.row("embed", "embedding", "embed_tokens", 2 * ctx.tokens * d * ctx.item, 0, f"{spec.vocab_size}x{d}"))
     if ctx.tp > 1:
         out.append(ctx.row("embed", "sum over ranks", "all_reduce", 2 * ctx.tokens * d * ctx.item * (tp - 1) / tp))
+    if spec.positions:
+        out += _position_rows(spec.positions, ctx)
     for sub in spec.subs:
         out += edge_rows(ctx, d, prev, sub.pre, sub.at)
         out += [_moved(r, sub.at) for r in rows(sub.body, ctx, join(sub.at, getattr(sub.body, "at", "")))]
@@ -118,6 +120,14 @@ def explain(
     weights = sum(_stored(s, p, ctx) for p, s in walk(spec))
     kv = sum(2 * max(s.kv_heads // tp, 1) * s.head_dim * ctx.kv_item for s in spec.kv_slots().values())
     return Explanation(tuple(out), weights, kv, ctx)
+
+
+def _position_rows(table: Embedding, ctx: Context) -> Iterator[Row]:
+    one = ctx.tokens * table.d * ctx.item
+    yield ctx.row("embed", "positions", "embed_tokens", 2 * one, 0, f"{table.vocab}x{table.d}")
+    if ctx.tp > 1:
+        yield ctx.row("embed", "sum over ranks", "all_reduce", 2 * one * (ctx.tp - 1) / ctx.tp)
+    yield ctx.row("embed", "add", "add", 3 * one)
 
 
 def _moved(row: Row, at: str) -> Row:
