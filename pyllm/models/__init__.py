@@ -7,19 +7,89 @@ from types import SimpleNamespace
 from typing import Any
 
 from pyllm.layers import Decoder
+from pyllm.models.gemma import gemma
 from pyllm.models.gemma2 import gemma2
 from pyllm.models.hf import normalize
 from pyllm.models.llama import llama
+from pyllm.models.mixtral import mixtral
+from pyllm.models.qwen2 import qwen2
+from pyllm.models.qwen3 import qwen3
+from pyllm.models.qwen_moe import qwen2_moe, qwen3_moe
+from pyllm.models.smollm3 import smollm3
 
 REGISTRY: dict[str, Callable[[SimpleNamespace], Decoder]] = {
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": llama,
+    "MinistralForCausalLM": llama,
+    "MixtralForCausalLM": mixtral,
+    "GemmaForCausalLM": gemma,
     "Gemma2ForCausalLM": gemma2,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+    "Qwen2MoeForCausalLM": qwen2_moe,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+    "SmolLM3ForCausalLM": smollm3,
 }
+
+_QWEN: dict[str, Any] = {"max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096}
+_QWEN_LATE = _QWEN | {"max_window_layers": 28, "layer_types": None}
+_QWEN_MOE: dict[str, Any] = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"mlp_bias": False},
     "MistralForCausalLM": {"sliding_window": 4096, "layer_types": None, "max_position_embeddings": 131072},
+    "MinistralForCausalLM": {
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "layer_types": None,
+        "max_position_embeddings": 131072,
+    },
+    "MixtralForCausalLM": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "GemmaForCausalLM": {
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu_pytorch_tanh",
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+    },
+    "Qwen2ForCausalLM": _QWEN_LATE,
+    "Qwen3ForCausalLM": _QWEN_LATE | {"head_dim": 128},
+    "Qwen2MoeForCausalLM": _QWEN_LATE
+    | _QWEN_MOE
+    | {
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "qkv_bias": True,
+    },
+    "Qwen3MoeForCausalLM": _QWEN
+    | _QWEN_MOE
+    | {
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "SmolLM3ForCausalLM": {
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rope_theta": 2e6,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "layer_types": None,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+    },
     "Gemma2ForCausalLM": {
         "tie_word_embeddings": True,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -44,4 +114,18 @@ def spec_from_config(config: Mapping[str, Any]) -> Decoder:
     return REGISTRY[found](normalize(config, DEFAULTS.get(found)))
 
 
-__all__ = ["DEFAULTS", "REGISTRY", "gemma2", "llama", "normalize", "spec_from_config"]
+__all__ = [
+    "DEFAULTS",
+    "REGISTRY",
+    "gemma",
+    "gemma2",
+    "llama",
+    "mixtral",
+    "normalize",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+    "spec_from_config",
+]

@@ -27,6 +27,8 @@ _READ = {
     "original_max_position_embeddings",
 }  # fmt: skip
 _OWN = {
+    "use_sliding_window", "max_window_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+    "decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size", "qkv_bias", "no_rope_layers", "no_rope_layer_interval",
     "mlp_bias", "sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
 }  # fmt: skip
 """Read for the architectures that have them in their defaults; for others, as in transformers, they change nothing (and warn)."""
@@ -35,7 +37,7 @@ _ROPE = {
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor",
     "long_factor",
 }  # fmt: skip
-LIMITS = {"num_hidden_layers": 4096, "max_position_embeddings": 1 << 24}
+LIMITS = {"num_hidden_layers": 4096, "num_experts": 4096, "max_position_embeddings": 1 << 24}
 """More layers than any model has, and the positions that fp32 angles tell apart: a damaged config is an error, not a hang."""
 _INERT = {
     "attention_dropout", "hidden_dropout", "residual_dropout", "initializer_range", "use_cache", "bos_token_id", "eos_token_id",
@@ -43,7 +45,7 @@ _INERT = {
     "output_hidden_states", "output_attentions", "return_dict", "id2label", "label2id", "problem_type", "chunk_size_feed_forward",
     "cache_implementation", "_attn_implementation", "_attn_implementation_autoset", "auto_map", "is_llama_config",
     "transformers.js_config", "unsloth_fixed",
-    "unsloth_version", "quantization_config",
+    "unsloth_version", "quantization_config", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
 }  # fmt: skip
 
 
@@ -54,7 +56,10 @@ def normalize(config: Mapping[str, Any], defaults: Mapping[str, Any] | None = No
     A field that is neither read nor known to leave the result alone gives a warning that names it.
     """
     read = _READ | (_OWN & set(defaults or {}))
+    config = _one_name(config, "num_local_experts", "num_experts") if "num_experts" in read else config
     flags = {"use_bidirectional_attention", "is_encoder_decoder", "rope_interleaved"}
+    if config.get("use_sliding_window") is False:
+        flags.add("max_window_layers")  # says which layers have the window that there is not
     _warn_unread(k for k, v in config.items() if k not in read | _INERT | flags and v is not None)
     config = {**(defaults or {}), **{k: v for k, v in config.items() if k in read or k not in _OWN}}
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -71,9 +76,17 @@ def normalize(config: Mapping[str, Any], defaults: Mapping[str, Any] | None = No
         raise ValueError(f"config: hidden_act is {act!r}, expected one of {', '.join(ACTS)}")
     c.act = ACTS[act]
     c.rms_norm_eps = _number(config, "rms_norm_eps", 1e-6)
-    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "qkv_bias"):
         setattr(c, name, _flag(config, name))
-    c.sliding_window = None if config.get("sliding_window") is None else _size(config, "sliding_window")
+    off = config.get("sliding_window") is None or ("use_sliding_window" in read and not c.use_sliding_window)
+    c.sliding_window = None if off else _size(config, "sliding_window")
+    c.max_window_layers = _size(config, "max_window_layers", 0, least=0)
+    own = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "shared_expert_intermediate_size",
+           "no_rope_layer_interval")  # fmt: skip
+    for name in own:
+        setattr(c, name, _size(config, name) if name in read else None)
+    c.mlp_only_layers = _integers(config, "mlp_only_layers", ())
+    c.no_rope_layers = _integers(config, "no_rope_layers", None)
     for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
         setattr(c, name, None if config.get(name) is None else _number(config, name))
     c.layer_types = config.get("layer_types")
@@ -96,11 +109,28 @@ def _warn_unread(names: Iterable[str], where: str = "config") -> None:
         warnings.warn(f"{where}: fields that are not read: {', '.join(unknown)}", stacklevel=4)
 
 
-def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _one_name(config: Mapping[str, Any], alias: str, name: str) -> dict[str, Any]:
+    """`config` with the field `alias` called `name`; both are an error unless they say the same."""
+    out = {k: v for k, v in config.items() if k != alias}
+    value = config.get(alias)
+    if value is not None and out.setdefault(name, value) != value:
+        raise ValueError(f"config: {alias} is {value!r}, but {name} is {out[name]!r}")
+    return out
+
+
+def _integers(config: Mapping[str, Any], name: str, default: Any) -> Any:
+    """A list of integers >= 0 as a tuple; `default` where it is absent."""
+    value = config.get(name)
+    if value is not None and not (isinstance(value, list) and all(type(x) is int and x >= 0 for x in value)):
+        raise ValueError(f"config: {name} is {value!r}, expected a list of integers")
+    return default if value is None else tuple(value)
+
+
+def _size(config: Mapping[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
     value, most = config.get(name, default), LIMITS.get(name)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"config: {name} is {value!r}, expected a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"config: {name} is {value!r}, expected a {'positive integer' if least else 'count'}")
     if most is not None and value > most:
         raise ValueError(f"config: {name} is {value}, expected at most {most}")
     return value
@@ -129,7 +159,7 @@ def _windows(types: Any, window: int | None, layers: int) -> tuple[int | None, .
     if not isinstance(types, list) or len(types) != layers or any(not isinstance(t, str) or t not in known for t in types):
         raise ValueError(f"config: layer_types is {types!r}, expected {layers} of {', '.join(known)}")
     if window is None and "sliding_attention" in types:
-        raise ValueError("config: layer_types has sliding_attention, but sliding_window is absent")
+        raise ValueError("config: layer_types has sliding_attention, but sliding_window is absent or use_sliding_window is false")
     return tuple(known[t] for t in types)
 
 
