@@ -80,7 +80,7 @@ def normalize(config: Mapping[str, Any], defaults: Mapping[str, Any] | None = No
         setattr(c, name, _flag(config, name))
     off = config.get("sliding_window") is None or ("use_sliding_window" in read and not c.use_sliding_window)
     c.sliding_window = None if off else _size(config, "sliding_window")
-    c.max_window_layers = _size(config, "max_window_layers", 0, least=0)
+    c.max_window_layers = _size(config, "max_window_layers", None if c.use_sliding_window and "max_window_layers" in read else 0, least=0)
     own = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "shared_expert_intermediate_size",
            "no_rope_layer_interval")  # fmt: skip
     for name in own:
@@ -111,11 +111,10 @@ def _warn_unread(names: Iterable[str], where: str = "config") -> None:
 
 def _one_name(config: Mapping[str, Any], alias: str, name: str) -> dict[str, Any]:
     """`config` with the field `alias` called `name`; both are an error unless they say the same."""
-    out = {k: v for k, v in config.items() if k != alias}
-    value = config.get(alias)
-    if value is not None and out.setdefault(name, value) != value:
-        raise ValueError(f"config: {alias} is {value!r}, but {name} is {out[name]!r}")
-    return out
+    out, value, other = {k: v for k, v in config.items() if k != alias}, config.get(alias), config.get(name)
+    if value is not None and other not in (None, value):
+        raise ValueError(f"config: {alias} is {value!r}, but {name} is {other!r}")
+    return out if value is None else out | {name: value}
 
 
 def _integers(config: Mapping[str, Any], name: str, default: Any) -> Any:

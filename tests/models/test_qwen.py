@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 LATE = dict(use_sliding_window=True, sliding_window=12, max_window_layers=2)
 MIXED = dict(use_sliding_window=True, sliding_window=12, layer_types=["full_attention", "sliding_attention"] * 2)
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
-EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
+EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32)
 SHARED = EXPERTS | dict(shared_expert_intermediate_size=40)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
@@ -106,6 +106,7 @@ def test_which_layers_are_dense() -> None:
     ("kind", "changes", "message"),
     [("Qwen2", {"use_sliding_window": 1}, "use_sliding_window is 1, expected true or false"),
      ("Qwen2", {"max_window_layers": -1}, "max_window_layers is -1, expected a count"),
+     ("Qwen2", {"max_window_layers": None, "use_sliding_window": True}, "max_window_layers is None, expected a count"),
      ("Qwen2", {"layer_types": ["sliding_attention"] * 4}, "layer_types has sliding_attention, but sliding_window is absent or"),
      ("Qwen3Moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3, expected a list of integers"),
      ("Qwen3Moe", {"mlp_only_layers": [-1]}, "mlp_only_layers is"),
