@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from pyllm.layers import MLP, Decoder, MoE
+from pyllm.layers import MLP, Decoder, MoE, bind
 from pyllm.models import spec_from_config
+from tests.layers.test_custom import IDS
+from tests.layers.test_tensor_parallel import run_ranks
 from tests.models import oracle
+from tests.models.paged import Paged
 from tests.models.published import split_experts
 
 pytest.importorskip("transformers")
@@ -18,7 +21,7 @@ LATE = dict(use_sliding_window=True, sliding_window=12, max_window_layers=2)
 MIXED = dict(use_sliding_window=True, sliding_window=12, layer_types=["full_attention", "sliding_attention"] * 2)
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
 EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32)
-SHARED = EXPERTS | dict(shared_expert_intermediate_size=40)
+SHARED = EXPERTS | dict(shared_expert_intermediate_size=48)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen2-tied-head-dim": ("Qwen2", dict(tie_word_embeddings=True, num_key_value_heads=1, head_dim=24)),
@@ -56,6 +59,15 @@ def test_prefill(name: str, length: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_ragged_chunked_prefill_and_decode(name: str) -> None:
     oracle.check_ragged_chunks_and_decode(make(name))
+
+
+@pytest.mark.parametrize("name", ["qwen2-window", "qwen3", "qwen2-moe", "qwen3-moe"])
+def test_two_ranks_and_separate_ops(name: str) -> None:
+    _, config, state = make(name)
+    decoder = spec_from_config(config)
+    want, separate = (bind(decoder, state, fuse=fuse)(Paged(decoder, 1, len(IDS)).step([IDS])) for fuse in (True, False))
+    for got in (separate, *run_ranks(decoder, state, 2)):
+        oracle.assert_logits(got, want)
 
 
 def spec(kind: str, **changes: Any) -> Decoder:
