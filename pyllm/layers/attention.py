@@ -90,7 +90,7 @@ class Attn(Spec):
         }
         for one, heads in (("q", self.heads), ("k", self.kv_heads)) if self.own_kv else (("q", self.heads),):
             if self.qk_norm:
-                size = {"d": heads * dim, "unit": dim} if self.whole_norm else {}
+                size: dict[str, Any] = {"d": heads * dim, "unit": dim} if self.whole_norm else {}
                 out[f"{one}_norm"] = replace(self.qk_norm, name=self.qk_norm.name.format(one), **size)
         return out
 

@@ -9,13 +9,20 @@ from typing import Any
 from pyllm.layers import Decoder
 from pyllm.models.gemma import gemma
 from pyllm.models.gemma2 import gemma2
+from pyllm.models.gemma3 import gemma3
+from pyllm.models.gpt2 import gpt2
+from pyllm.models.gpt_neox import gpt_neox
 from pyllm.models.hf import normalize
 from pyllm.models.llama import llama
 from pyllm.models.mixtral import mixtral
+from pyllm.models.olmo2 import olmo2
+from pyllm.models.phi3 import phi3
 from pyllm.models.qwen2 import qwen2
 from pyllm.models.qwen3 import qwen3
 from pyllm.models.qwen_moe import qwen2_moe, qwen3_moe
 from pyllm.models.smollm3 import smollm3
+from pyllm.models.stablelm import stablelm
+from pyllm.models.starcoder2 import starcoder2
 
 REGISTRY: dict[str, Callable[[SimpleNamespace], Decoder]] = {
     "LlamaForCausalLM": llama,
@@ -24,6 +31,13 @@ REGISTRY: dict[str, Callable[[SimpleNamespace], Decoder]] = {
     "MixtralForCausalLM": mixtral,
     "GemmaForCausalLM": gemma,
     "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3,
+    "GPT2LMHeadModel": gpt2,
+    "GPTNeoXForCausalLM": gpt_neox,
+    "Olmo2ForCausalLM": olmo2,
+    "Phi3ForCausalLM": phi3,
+    "StableLmForCausalLM": stablelm,
+    "Starcoder2ForCausalLM": starcoder2,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
     "Qwen2MoeForCausalLM": qwen2_moe,
@@ -99,8 +113,77 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
+    "Gemma3ForCausalLM": {
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "layer_types": None,
+        "query_pre_attn_scalar": 256,
+        "final_logit_softcapping": None,
+    },
+    "GPT2LMHeadModel": {
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu_new",
+        "max_position_embeddings": 1024,
+        "ff_ratio": 4,
+        "layer_norm_eps": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+    },
+    "GPTNeoXForCausalLM": {
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "layer_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.25,
+        "use_parallel_residual": True,
+    },
+    "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
+    "Phi3ForCausalLM": {
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+    },
+    "StableLmForCausalLM": {
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 4096,
+        "layer_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.25,
+        "use_qkv_bias": False,
+        "use_parallel_residual": False,
+    },
+    "Starcoder2ForCausalLM": {
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 2,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 4096,
+        "layer_norm_eps": 1e-5,
+        "sliding_window": None,
+        "use_bias": True,
+    },
 }
 """What a field that config.json leaves out means: published Gemma 2 files do not say that their head is tied."""
+
+NAMES: dict[str, dict[str, str]] = {
+    "GPT2LMHeadModel": {
+        "n_embd": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_inner": "intermediate_size",
+        "n_positions": "max_position_embeddings",
+        "activation_function": "hidden_act",
+        "layer_norm_epsilon": "layer_norm_eps",
+    },
+    "GPTNeoXForCausalLM": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+    "Starcoder2ForCausalLM": {"norm_epsilon": "layer_norm_eps"},
+}
+"""What an architecture's config.json calls a field that has a canonical name."""
 
 
 def spec_from_config(config: Mapping[str, Any]) -> Decoder:
@@ -111,21 +194,29 @@ def spec_from_config(config: Mapping[str, Any]) -> Decoder:
     found = next((n for n in names if isinstance(n, str) and n in REGISTRY), None) if isinstance(names, list) else None
     if found is None:
         raise ValueError(f"config: architectures is {names!r}, expected a list with one of {', '.join(REGISTRY)}")
-    return REGISTRY[found](normalize(config, DEFAULTS.get(found)))
+    return REGISTRY[found](normalize(config, DEFAULTS.get(found), NAMES.get(found)))
 
 
 __all__ = [
     "DEFAULTS",
+    "NAMES",
     "REGISTRY",
     "gemma",
     "gemma2",
+    "gemma3",
+    "gpt2",
+    "gpt_neox",
     "llama",
     "mixtral",
     "normalize",
+    "olmo2",
+    "phi3",
     "qwen2",
     "qwen2_moe",
     "qwen3",
     "qwen3_moe",
     "smollm3",
     "spec_from_config",
+    "stablelm",
+    "starcoder2",
 ]

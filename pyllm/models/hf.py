@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,10 +27,13 @@ _READ = {
     "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "attention_bias",
     "original_max_position_embeddings",
 }  # fmt: skip
+_NUMBERS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "layer_norm_eps", "rope_local_base_freq")
+_SWITCHES = ("use_bias", "use_qkv_bias", "use_parallel_residual", "scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 _OWN = {
+    *_NUMBERS, *_SWITCHES, "sliding_window_pattern",
     "use_sliding_window", "max_window_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
     "decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size", "qkv_bias", "no_rope_layers", "no_rope_layer_interval",
-    "mlp_bias", "sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+    "mlp_bias", "sliding_window", "layer_types",
 }  # fmt: skip
 """Read for the architectures that have them in their defaults; for others, as in transformers, they change nothing (and warn)."""
 _ROPE = {
@@ -46,23 +50,43 @@ _INERT = {
     "cache_implementation", "_attn_implementation", "_attn_implementation_autoset", "auto_map", "is_llama_config",
     "transformers.js_config", "unsloth_fixed",
     "unsloth_version", "quantization_config", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
+    "resid_pdrop", "embd_pdrop", "attn_pdrop", "embedding_dropout", "classifier_dropout", "summary_type", "summary_use_proj",
+    "summary_activation", "summary_proj_to_labels", "summary_first_dropout", "reorder_and_upcast_attn", "n_ctx", "task_specific_params",
+    "is_decoder", "_sliding_window_pattern",
 }  # fmt: skip
 
+REFUSED = {
+    "use_bidirectional_attention": "a causal decoder",
+    "is_encoder_decoder": "a causal decoder",
+    "add_cross_attention": "a decoder without an encoder",
+    "qk_layernorm": "q and k without a LayerNorm for each head",
+    "rope_interleaved": "a checkpoint whose rotary pairs are the halves of a head",
+}
+"""Flags that must be off or absent, and what is expected."""
 
-def normalize(config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> SimpleNamespace:
+
+def normalize(
+    config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, names: Mapping[str, str] | None = None
+) -> SimpleNamespace:
     """Canonical names and filled defaults. Errors (ValueError) name a field that is missing or has a value this cannot serve.
 
-    defaults: what the architecture's config class in transformers means by a field that is absent, and the fields that it alone has.
+    defaults: what the architecture's config class in transformers means by a field that is absent, and the fields that it alone has;
+    "ff_ratio" in it: an absent intermediate_size is that many times hidden_size. names: its own field names -> canonical ones.
     A field that is neither read nor known to leave the result alone gives a warning that names it.
     """
     read = _READ | (_OWN & set(defaults or {}))
     config = _one_name(config, "num_local_experts", "num_experts") if "num_experts" in read else config
-    flags = {"use_bidirectional_attention", "is_encoder_decoder", "rope_interleaved"}
+    for alias, name in (names or {}).items():
+        config = _one_name(config, alias, name)
+    flags = set(REFUSED)
     if config.get("use_sliding_window") is False:
         flags.add("max_window_layers")  # says which layers have the window that there is not
     _warn_unread(k for k, v in config.items() if k not in read | _INERT | flags and v is not None)
     config = {**(defaults or {}), **{k: v for k, v in config.items() if k in read or k not in _OWN}}
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    ratio = (defaults or {}).get("ff_ratio")
+    if ratio and config.get("intermediate_size") is None:
+        config["intermediate_size"] = ratio * _size(config, "hidden_size")
     c = SimpleNamespace(**{n: _size(config, n) for n in sizes})
     c.num_key_value_heads = _size(config, "num_key_value_heads", c.num_attention_heads)
     if config.get("head_dim") is None and c.hidden_size % c.num_attention_heads:
@@ -76,28 +100,28 @@ def normalize(config: Mapping[str, Any], defaults: Mapping[str, Any] | None = No
         raise ValueError(f"config: hidden_act is {act!r}, expected one of {', '.join(ACTS)}")
     c.act = ACTS[act]
     c.rms_norm_eps = _number(config, "rms_norm_eps", 1e-6)
-    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "qkv_bias"):
+    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "qkv_bias", *_SWITCHES):
         setattr(c, name, _flag(config, name))
     off = config.get("sliding_window") is None or ("use_sliding_window" in read and not c.use_sliding_window)
     c.sliding_window = None if off else _size(config, "sliding_window")
     c.max_window_layers = _size(config, "max_window_layers", None if c.use_sliding_window and "max_window_layers" in read else 0, least=0)
     own = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "shared_expert_intermediate_size",
-           "no_rope_layer_interval")  # fmt: skip
+           "no_rope_layer_interval", "sliding_window_pattern")  # fmt: skip
     for name in own:
         setattr(c, name, _size(config, name) if name in read else None)
     c.mlp_only_layers = _integers(config, "mlp_only_layers", ())
     c.no_rope_layers = _integers(config, "no_rope_layers", None)
-    for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+    for name in _NUMBERS:
         setattr(c, name, None if config.get(name) is None else _number(config, name))
     c.layer_types = config.get("layer_types")
     c.windows = _windows(c.layer_types, c.sliding_window, c.num_hidden_layers)
     c.rope = _rope(config, c)
     c.max_positions = c.rope.max_positions
-    for name in ("use_bidirectional_attention", "is_encoder_decoder"):
+    if c.rope_local_base_freq:
+        c.local_rope = replace(_rope(_local(config), c), max_positions=c.max_positions)
+    for name, expected in REFUSED.items():
         if _flag(config, name):
-            raise ValueError(f"config: {name} is set, expected a causal decoder")
-    if _flag(config, "rope_interleaved"):
-        raise ValueError("config: rope_interleaved is set, expected a checkpoint whose rotary pairs are the halves of a head")
+            raise ValueError(f"config: {name} is set, expected {expected}")
     if config.get("quantization_config"):
         raise ValueError("config: quantization_config is set; checkpoints that are stored quantized are not read, use the unquantized one")
     return c
@@ -170,13 +194,22 @@ def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None and not isinstance(value, dict):
             raise ValueError(f"config: {name} is {value!r}, expected an object")
         nested = [k for k, v in (value or {}).items() if isinstance(v, dict)]
-        if nested:
+        if value and config.get("rope_local_base_freq") and set(value) <= {"full_attention", "sliding_attention"}:
+            value = value.get("full_attention")
+        elif nested:
             raise ValueError(f"config: {name} has parameters per layer type ({', '.join(nested)}), expected one set for all layers")
         found |= {k: v for k, v in (value or {}).items() if v is not None}
     for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
         if config.get(name) is not None:
             found.setdefault(name, config[name])
     return found
+
+
+def _local(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config as the windowed layers of a model with two ropes read it."""
+    p = config.get("rope_parameters")
+    own = p.get("sliding_attention") if isinstance(p, dict) else None
+    return {**config, "rope_theta": config["rope_local_base_freq"], "rope_scaling": None, "rope_parameters": {"full_attention": own}}
 
 
 def _rope(config: Mapping[str, Any], c: SimpleNamespace) -> Rope:
