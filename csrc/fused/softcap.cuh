@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(Threads) shifted_kernel(const __grid_constant_
     const uint32_t i = first + k * Threads * kItems;
     if (i >= a.elements) break;
     RowCol at = split_index(a.split, i);
-    if (at.col + kItems <= a.split.width) {
+    // Two aligned words hold a shifted one; behind the last row nothing may be read, so its end goes by elements.
+    if (at.col + kItems <= a.split.width && i + 2 * kItems <= a.elements) {
       raw[k] = load_shifted<T>(a.x + at.row * a.row_bytes + static_cast<int64_t>(at.col) * sizeof(T));
       continue;
     }
