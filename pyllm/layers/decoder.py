@@ -3,6 +3,7 @@ communicates."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +50,16 @@ class Sum(Spec):
 
 @dataclass(frozen=True)
 class Sub(Spec):
-    """One step of the residual stream: `res += post(body(pre(res)))`. pre=None: the body reads the residual itself."""
+    """One step of the residual stream: `res += scale * post(body(pre(res)))`. pre=None: the body reads the residual itself."""
 
     at: str
     pre: Norm | tuple[Norm, ...] | None
     body: Spec
     post: Norm | None = None
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
+        need_factor(f"Sub {self.at}", "scale", self.scale)
         if not isinstance(self.body, Spec):
             raise ValueError(f"Sub {self.at}: body is {self.body!r}, expected a layer")
         if isinstance(self.pre, tuple) and not (isinstance(self.body, Sum) and len(self.body.branches) == len(self.pre)):
@@ -65,6 +68,12 @@ class Sub(Spec):
     def children(self) -> dict[str, Spec | tuple[Spec, ...]]:
         named = {"pre": self.pre, "body": self.body, "post": self.post}
         return {k: v for k, v in named.items() if v is not None}
+
+
+def need_factor(owner: str, name: str, value: Any) -> None:
+    """A factor of values is a positive finite number: zero would drop them, and none is served with a negative one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{owner}: {name} is {value!r}, expected a positive number")
 
 
 def call_body(m: Any, x: Normed | tuple[Normed, ...], b: Batch) -> Tensor:
@@ -77,7 +86,7 @@ class Decoder(Spec):
     """Embedding, residual steps, final norm, head. `forward(batch)` gives logits `[R, vocab]` for the rows the batch asks for.
 
     head=None: tied to the embedding. positions: learned position embeddings added to the tokens'.
-    embed_scale, rounded to the model's dtype, multiplies the tokens' embedding.
+    embed_scale, rounded to the model's dtype, multiplies the tokens' embedding; logit_scale the logits, before logit_softcap.
     max_positions: longest sequence the declaration is right for. ignore: globs over checkpoint names that may be left unread.
     prefix: first segment of the names, which checkpoints of the bare model (without its head) leave out.
     """
@@ -88,6 +97,7 @@ class Decoder(Spec):
     head: Linear | None = None
     positions: Embedding | None = None
     embed_scale: float = 1.0
+    logit_scale: float = 1.0
     logit_softcap: float | None = None
     max_positions: int = 8192
     ignore: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
@@ -97,6 +107,8 @@ class Decoder(Spec):
         if not isinstance(self.subs, tuple) or not all(isinstance(s, Sub) for s in self.subs):
             raise ValueError("Decoder: subs is no tuple of Sub")
         need_sizes("Decoder", max_positions=self.max_positions)
+        need_factor("Decoder", "embed_scale", self.embed_scale)
+        need_factor("Decoder", "logit_scale", self.logit_scale)
         if self.logit_softcap is not None and not self.logit_softcap > 0:
             raise ValueError(f"Decoder: logit_softcap is {self.logit_softcap}, expected None or more than 0")
         self._check_widths()
@@ -173,6 +185,8 @@ class Decoder(Spec):
                 delta = b.reduce(delta)
             if sub.spec.post:
                 delta = sub.post(delta)
+            if sub.spec.scale != 1.0:
+                delta = delta * sub.spec.scale  # not in place: a body may have given the residual itself
         if b.logit_rows is not None:  # the final norm and the head see only the rows whose logits are wanted
             res, delta = res[b.logit_rows], None if delta is None else delta[b.logit_rows]
         h = edge(res, delta, m.norm if self.norm else None, m.fuse)
@@ -183,6 +197,7 @@ class Decoder(Spec):
         y = m.head(h) if self.head else ops.linear(h.tensor(), m.embed.weight)
         if m.tp > 1:
             y = b.gather(y)[:, : self.vocab_size].contiguous()
+        y = y if self.logit_scale == 1.0 else y * self.logit_scale
         return ops.softcap(y, self.logit_softcap) if self.logit_softcap else y
 
 

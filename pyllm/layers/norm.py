@@ -49,19 +49,26 @@ class RMSNorm(Spec):
 
 @dataclass(frozen=True)
 class LayerNorm(Spec):
-    """`y = (x - mean) / sqrt(var + eps) * w + b`; bias=False: no b. w, b are kept in fp32; fp32 inside, one rounding."""
+    """`y = (x - mean) / sqrt(var + eps) * w + b`; bias=False: no b; plus_one: the checkpoint stores w - 1 (Nemotron).
+
+    w, b are kept in fp32; fp32 inside, one rounding.
+    """
 
     name: str
     d: int
     eps: float
     bias: bool = True
+    plus_one: bool = False
 
     def __post_init__(self) -> None:
         check_norm(self)
 
     def weights(self) -> dict[str, Weight]:
         part = (Part(self.name, self.d),)
-        return {"weight": Weight(part, fp32=True)} | ({"bias": Weight(part, suffix="bias", fp32=True)} if self.bias else {})
+        change = Transform.PLUS_ONE if self.plus_one else None
+        return {"weight": Weight(part, transform=change, fp32=True)} | (
+            {"bias": Weight(part, suffix="bias", fp32=True)} if self.bias else {}
+        )
 
     def forward(self, m: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
         y = ops.layer_norm(x, m.weight, m.bias if self.bias else None, self.eps, residual)

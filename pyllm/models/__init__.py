@@ -7,14 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from pyllm.layers import Decoder
+from pyllm.models.cohere import cohere
 from pyllm.models.gemma import gemma
 from pyllm.models.gemma2 import gemma2
 from pyllm.models.gemma3 import gemma3
+from pyllm.models.glm4 import glm4
 from pyllm.models.gpt2 import gpt2
 from pyllm.models.gpt_neox import gpt_neox
+from pyllm.models.granite import granite
 from pyllm.models.hf import normalize
 from pyllm.models.llama import llama
 from pyllm.models.mixtral import mixtral
+from pyllm.models.nemotron import nemotron
 from pyllm.models.olmo2 import olmo2
 from pyllm.models.phi3 import phi3
 from pyllm.models.qwen2 import qwen2
@@ -32,6 +36,10 @@ REGISTRY: dict[str, Callable[[SimpleNamespace], Decoder]] = {
     "GemmaForCausalLM": gemma,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "CohereForCausalLM": cohere,
+    "Glm4ForCausalLM": glm4,
+    "GraniteForCausalLM": granite,
+    "NemotronForCausalLM": nemotron,
     "GPT2LMHeadModel": gpt2,
     "GPTNeoXForCausalLM": gpt_neox,
     "Olmo2ForCausalLM": olmo2,
@@ -143,6 +151,35 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.25,
         "use_parallel_residual": True,
     },
+    "CohereForCausalLM": {
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+        "rope_theta": 5e5,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625,
+    },
+    "Glm4ForCausalLM": {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "GraniteForCausalLM": {
+        "mlp_bias": False,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    },
+    "NemotronForCausalLM": {
+        "hidden_act": "relu2",
+        "max_position_embeddings": 4096,
+        "layer_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "mlp_bias": False,
+    },
     "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
     "Phi3ForCausalLM": {
         "max_position_embeddings": 4096,
@@ -181,6 +218,7 @@ NAMES: dict[str, dict[str, str]] = {
         "layer_norm_epsilon": "layer_norm_eps",
     },
     "GPTNeoXForCausalLM": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+    "NemotronForCausalLM": {"norm_eps": "layer_norm_eps"},
     "Starcoder2ForCausalLM": {"norm_epsilon": "layer_norm_eps"},
 }
 """What an architecture's config.json calls a field that has a canonical name."""
@@ -201,13 +239,17 @@ __all__ = [
     "DEFAULTS",
     "NAMES",
     "REGISTRY",
+    "cohere",
     "gemma",
     "gemma2",
     "gemma3",
+    "glm4",
     "gpt2",
     "gpt_neox",
+    "granite",
     "llama",
     "mixtral",
+    "nemotron",
     "normalize",
     "olmo2",
     "phi3",

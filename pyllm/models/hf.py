@@ -28,9 +28,10 @@ _READ = {
     "original_max_position_embeddings",
 }  # fmt: skip
 _NUMBERS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "layer_norm_eps", "rope_local_base_freq")
+_FACTORS = ("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier")
 _SWITCHES = ("use_bias", "use_qkv_bias", "use_parallel_residual", "scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 _OWN = {
-    *_NUMBERS, *_SWITCHES, "sliding_window_pattern",
+    *_NUMBERS, *_FACTORS, *_SWITCHES, "sliding_window_pattern",
     "use_sliding_window", "max_window_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
     "decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size", "qkv_bias", "no_rope_layers", "no_rope_layer_interval",
     "mlp_bias", "sliding_window", "layer_types",
@@ -60,6 +61,7 @@ REFUSED = {
     "is_encoder_decoder": "a causal decoder",
     "add_cross_attention": "a decoder without an encoder",
     "qk_layernorm": "q and k without a LayerNorm for each head",
+    "use_qk_norm": "q and k without a LayerNorm for each head",
     "rope_interleaved": "a checkpoint whose rotary pairs are the halves of a head",
 }
 """Flags that must be off or absent, and what is expected."""
@@ -111,8 +113,7 @@ def normalize(
         setattr(c, name, _size(config, name) if name in read else None)
     c.mlp_only_layers = _integers(config, "mlp_only_layers", ())
     c.no_rope_layers = _integers(config, "no_rope_layers", None)
-    for name in _NUMBERS:
-        setattr(c, name, None if config.get(name) is None else _number(config, name))
+    vars(c).update(_numbers(config, read))
     c.layer_types = config.get("layer_types")
     c.windows = _windows(c.layer_types, c.sliding_window, c.num_hidden_layers)
     c.rope = _rope(config, c)
@@ -165,6 +166,13 @@ def _number(config: Mapping[str, Any], name: str, default: float | None = None, 
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(f"{where}: {name} is {value!r}, expected a positive number")
     return float(value)
+
+
+def _numbers(config: Mapping[str, Any], read: set[str]) -> dict[str, float | None]:
+    """What one architecture or another has: a null number is none, a null factor of one that has it is an error, as in transformers."""
+    needed = read & set(_FACTORS)
+    names = (*_NUMBERS, *_FACTORS)
+    return {n: None if n not in needed and config.get(n) is None else _number(config, n) for n in names}
 
 
 def _flag(config: Mapping[str, Any], name: str) -> bool:

@@ -220,6 +220,8 @@ def edge_rows(ctx: Context, d: int, prev: Sub | None, pre: Any, at: str) -> Iter
         yield ctx.row(at, "sum over ranks", "all_reduce", 2 * one * (ctx.tp - 1) / ctx.tp)
     if prev and prev.post:
         yield ctx.row(at, "post_norm", _norm_op(prev.post), 2 * one + 4 * d)
+    if prev and prev.scale != 1.0:
+        yield ctx.row(at, f"scale {prev.scale:g}", "mul", 2 * one)
     norms = pre if isinstance(pre, tuple) else (pre,)
     if prev and not ctx.fuse and norms[0] is not None:
         yield ctx.row(at, "add", "add", 3 * one)

@@ -139,6 +139,8 @@ def _head_rows(spec: Decoder, ctx: Context) -> Iterator[Row]:
     tied = Linear(spec.embed.d, (spec.embed.weights()["weight"].parts[0],), "col")
     # a tied head multiplies by the embedding itself, which no quant plan changes
     yield from (_moved(r, "head") for r in rows(spec.head or tied, ctx if spec.head else replace(ctx, quant=()), ""))
+    if spec.logit_scale != 1.0:
+        yield ctx.row("head", f"scale {spec.logit_scale:g}", "mul", 2 * ctx.batch * spec.vocab_size * ctx.item)
     if spec.logit_softcap:
         yield ctx.row("head", f"softcap {spec.logit_softcap:g}", "softcap", 2 * ctx.batch * spec.vocab_size * ctx.item)
     yield ctx.row("head", "choose the token", "sample_tokens", ctx.batch * spec.vocab_size * ctx.item)

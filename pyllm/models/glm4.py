@@ -1,0 +1,28 @@
+"""GLM-4 (0414): sandwich norms, half of each head rotated in interleaved pairs, gate and up in one tensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+from pyllm.layers import MLP, Attn, Decoder, RMSNorm, Sub
+from pyllm.models.hf import decoder
+
+
+def glm4(c: SimpleNamespace) -> Decoder:
+    d, heads, kv_heads = c.hidden_size, c.num_attention_heads, c.num_key_value_heads
+    rope = replace(c.rope, interleaved=True)
+
+    def norm(name: str) -> RMSNorm:
+        return RMSNorm(name, d, c.rms_norm_eps)
+
+    def layer(i: int) -> tuple[Sub, ...]:
+        at = f"model.layers.{i}"
+        attn = Attn("self_attn", d, heads, kv_heads, c.head_dim, kv=i, rope=rope, qkv_bias=c.attention_bias)
+        mlp = MLP("mlp", d, c.intermediate_size, c.act, names=("gate_up_proj", "gate_up_proj", "down_proj"))
+        return (
+            Sub(at, norm("input_layernorm"), attn, norm("post_self_attn_layernorm")),
+            Sub(at, norm("post_attention_layernorm"), mlp, norm("post_mlp_layernorm")),
+        )
+
+    return decoder(c, layer, norm)
