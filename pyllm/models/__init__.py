@@ -8,6 +8,7 @@ from typing import Any
 
 from pyllm.layers import Decoder
 from pyllm.models.cohere import cohere
+from pyllm.models.falcon import falcon
 from pyllm.models.gemma import gemma
 from pyllm.models.gemma2 import gemma2
 from pyllm.models.gemma3 import gemma3
@@ -37,6 +38,7 @@ REGISTRY: dict[str, Callable[[SimpleNamespace], Decoder]] = {
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "CohereForCausalLM": cohere,
+    "FalconForCausalLM": falcon,
     "Glm4ForCausalLM": glm4,
     "GraniteForCausalLM": granite,
     "NemotronForCausalLM": nemotron,
@@ -158,6 +160,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-5,
         "logit_scale": 0.0625,
     },
+    "FalconForCausalLM": {
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu",
+        "ff_ratio": 4,
+        "layer_norm_eps": 1e-5,
+        "multi_query": True,
+        "parallel_attn": True,
+        "new_decoder_architecture": False,
+        "num_ln_in_parallel_attn": None,
+        "use_bias": False,
+    },
     "Glm4ForCausalLM": {
         "num_key_value_heads": 2,
         "head_dim": 128,
@@ -218,6 +231,13 @@ NAMES: dict[str, dict[str, str]] = {
         "layer_norm_epsilon": "layer_norm_eps",
     },
     "GPTNeoXForCausalLM": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+    "FalconForCausalLM": {
+        "num_kv_heads": "num_key_value_heads",
+        "ffn_hidden_size": "intermediate_size",
+        "activation": "hidden_act",
+        "layer_norm_epsilon": "layer_norm_eps",
+        "bias": "use_bias",
+    },
     "NemotronForCausalLM": {"norm_eps": "layer_norm_eps"},
     "Starcoder2ForCausalLM": {"norm_epsilon": "layer_norm_eps"},
 }
@@ -240,6 +260,7 @@ __all__ = [
     "NAMES",
     "REGISTRY",
     "cohere",
+    "falcon",
     "gemma",
     "gemma2",
     "gemma3",

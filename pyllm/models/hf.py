@@ -29,9 +29,10 @@ _READ = {
 }  # fmt: skip
 _NUMBERS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "layer_norm_eps", "rope_local_base_freq")
 _FACTORS = ("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier")
-_SWITCHES = ("use_bias", "use_qkv_bias", "use_parallel_residual", "scale_attn_weights", "scale_attn_by_inverse_layer_idx")
+_SWITCHES = ("use_bias", "use_qkv_bias", "use_parallel_residual", "scale_attn_weights", "scale_attn_by_inverse_layer_idx",
+             "multi_query", "parallel_attn", "new_decoder_architecture")  # fmt: skip
 _OWN = {
-    *_NUMBERS, *_FACTORS, *_SWITCHES, "sliding_window_pattern",
+    *_NUMBERS, *_FACTORS, *_SWITCHES, "sliding_window_pattern", "num_ln_in_parallel_attn",
     "use_sliding_window", "max_window_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
     "decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size", "qkv_bias", "no_rope_layers", "no_rope_layer_interval",
     "mlp_bias", "sliding_window", "layer_types",
@@ -62,6 +63,8 @@ REFUSED = {
     "add_cross_attention": "a decoder without an encoder",
     "qk_layernorm": "q and k without a LayerNorm for each head",
     "use_qk_norm": "q and k without a LayerNorm for each head",
+    "alibi": "rotary positions",
+    "apply_residual_connection_post_layernorm": "a residual that is taken before the norm",
     "rope_interleaved": "a checkpoint whose rotary pairs are the halves of a head",
 }
 """Flags that must be off or absent, and what is expected."""
@@ -111,6 +114,7 @@ def normalize(
            "no_rope_layer_interval", "sliding_window_pattern")  # fmt: skip
     for name in own:
         setattr(c, name, _size(config, name) if name in read else None)
+    c.num_ln_in_parallel_attn = _size(config, "num_ln_in_parallel_attn", 2 if c.new_decoder_architecture else 1)
     c.mlp_only_layers = _integers(config, "mlp_only_layers", ())
     c.no_rope_layers = _integers(config, "no_rope_layers", None)
     vars(c).update(_numbers(config, read))

@@ -1,0 +1,64 @@
+"""Falcon against transformers, and its config fields."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from pyllm.models import spec_from_config
+from tests.models import oracle
+
+pytest.importorskip("transformers")
+
+NEW = dict(new_decoder_architecture=True, num_kv_heads=2)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon": ("Falcon", {}),
+    "falcon-bias": ("Falcon", dict(bias=True, tie_word_embeddings=False, layer_norm_epsilon=1e-2, ffn_hidden_size=96)),
+    "falcon-mha": ("Falcon", dict(multi_query=False, activation="gelu_new")),
+    "falcon-in-turn": ("Falcon", dict(parallel_attn=False, hidden_size=96)),
+    "falcon-new": ("Falcon", NEW | dict(bias=True)),
+    "falcon-new-one-norm": ("Falcon", NEW | dict(num_ln_in_parallel_attn=1, num_kv_heads=1)),
+    "falcon-new-mha": ("Falcon", NEW | dict(num_kv_heads=4)),
+}
+
+
+def make(name: str) -> oracle.Made:
+    """Falcon's config class computes the head dim and has names of its own for the other sizes."""
+    own = {k: v for k, v in oracle.SIZES.items() if k not in ("head_dim", "intermediate_size", "num_key_value_heads")}
+    with mock.patch.object(oracle, "SIZES", own):
+        return oracle.make(name, *CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("length", oracle.LENGTHS)
+def test_prefill(name: str, length: int) -> None:
+    oracle.check_prefill(make(name), length)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ragged_chunked_prefill_and_decode(name: str) -> None:
+    oracle.check_ragged_chunks_and_decode(make(name))
+
+
+CONFIG: dict[str, Any] = dict(architectures=["FalconForCausalLM"], hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
+                              vocab_size=50)  # fmt: skip
+
+
+def test_what_a_file_leaves_out() -> None:
+    spec = spec_from_config(CONFIG | {"num_kv_heads": 4})  # published 7B files say so beside multi_query
+    attn, mlp = spec.subs[0].body.branches
+    assert (attn.kv_heads, mlp.ff, mlp.act, mlp.bias, spec.head, spec.max_positions) == (1, 256, "gelu", False, None, 2048)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"alibi": True}, "alibi is set, expected rotary positions"),
+     ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm is set, expected a residual"),
+     ({"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2, expected 1$"),
+     ({"num_ln_in_parallel_attn": 3, "new_decoder_architecture": True}, "num_ln_in_parallel_attn is 3, expected 1 or 2")],
+)  # fmt: skip
+def test_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"config: {message}"):
+        spec_from_config(CONFIG | changes)
