@@ -69,3 +69,14 @@ def check_ragged_chunks_and_decode(made: Made) -> None:
     assert tuple(at) == lengths
     for got, w in zip(rows, want, strict=True):
         assert_logits(torch.cat(got), w)
+
+
+def check_two_ranks_and_separate_ops(made: Made) -> None:
+    """Two tensor-parallel ranks, and the ops of every fusion run apart, give the same logits."""
+    from tests.layers.test_tensor_parallel import IDS, run_ranks
+
+    _, config, state = made
+    spec = spec_from_config(config)
+    want, separate = (bind(spec, state, fuse=fuse)(Paged(spec, 1, len(IDS)).step([IDS])) for fuse in (True, False))
+    for got in (separate, *run_ranks(spec, state, 2)):
+        assert_logits(got, want)

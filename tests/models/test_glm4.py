@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 
-from pyllm.layers import bind
 from pyllm.models import spec_from_config
-from tests.layers.test_custom import IDS
-from tests.layers.test_tensor_parallel import run_ranks
 from tests.models import oracle
-from tests.models.paged import Paged
 
 pytest.importorskip("transformers")
 
@@ -36,11 +32,7 @@ def test_ragged_chunked_prefill_and_decode(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_and_separate_ops(name: str) -> None:
-    _, config, state = oracle.make(name, *CASES[name])
-    spec = spec_from_config(config)
-    want, separate = (bind(spec, state, fuse=fuse)(Paged(spec, 1, len(IDS)).step([IDS])) for fuse in (True, False))
-    for got in (separate, *run_ranks(spec, state, 2)):
-        oracle.assert_logits(got, want)
+    oracle.check_two_ranks_and_separate_ops(oracle.make(name, *CASES[name]))
 
 
 CONFIG: dict[str, Any] = dict(architectures=["Glm4ForCausalLM"], hidden_size=64, intermediate_size=96, num_hidden_layers=1,
