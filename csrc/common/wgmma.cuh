@@ -1,11 +1,18 @@
 // wgmma (sm_90a): D[64, N] (+)= A[64, k] B[k, N] by the four warps of a warpgroup; A from shared memory or registers, B from shared memory.
-//   Wgmma<N>::ss<T, TransposeA, TransposeB>(d, a_descriptor, b_descriptor, accumulate)      Wgmma<N>::rs<T, TransposeB>(d, a, b_descriptor,
-//   accumulate)
-// T: __nv_bfloat16 and __half (k = 16, fp32 sums), __nv_fp8_e4m3 (k = 32, fp32 sums of about 14 bits), int8_t (k = 32, int32 sums: d is
-// int). k spans 32 bytes of a K-major row, so step a K-major descriptor by 32 bytes. Transpose (16-bit types alone): the operand is
-// MN-major. d[4 i + 2 h + c] of lane l, warp w: row 16 w + 8 h + l / 4, column 8 i + 2 (l % 4) + c.  a[0..3] of `rs`, as pairs of 16-bit
-// (quads of 8-bit) values: rows l / 4 and l / 4 + 8 of k-columns 2 (l % 4) (4 (l % 4)), then the same rows 8 (16) columns on. Order:
-// wgmma_fence(); products; wgmma_commit(); ...; wgmma_wait<0>(); then read d. Registers of d and a stay untouched in between.
+//
+//   Wgmma<N>::ss<T, TransposeA, TransposeB>(d, a_descriptor, b_descriptor, accumulate)
+//   Wgmma<N>::rs<T, TransposeB>(d, a_registers, b_descriptor, accumulate)
+//
+// T: __nv_bfloat16, __half (k = 16, fp32 sums), __nv_fp8_e4m3 (k = 32, fp32 sums of about 14 bits), int8_t (k = 32, int32 sums).
+//
+// k spans 32 bytes of a K-major row, so a K-major descriptor moves on by 32 bytes. Transpose (16-bit types): the operand is MN-major.
+//
+// d[4 i + 2 h + c] of lane l in warp w is row 16 w + 8 h + l / 4, column 8 i + 2 (l % 4) + c.
+//
+// a[0], a[1] of `rs` hold rows l / 4 and l / 4 + 8 at k-columns 2 (l % 4) and the next one (4 (l % 4) and the next three of 8-bit
+// types), a[2], a[3] the same rows 8 (16) columns on.
+//
+// Order: wgmma_fence(); products; wgmma_commit(); ...; wgmma_wait<0>(); then read d. Registers of d and a stay untouched in between.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
