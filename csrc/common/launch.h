@@ -4,7 +4,11 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include "device.h"
 #include "params.h"
+#ifdef __CUDACC__
+#include "pdl.cuh"
+#endif
 
 namespace pyllm {
 
@@ -22,8 +26,10 @@ void launch(const char* name, const LaunchShape& shape, cudaStream_t stream, voi
   }
   cudaLaunchAttribute attributes[2];
   int count = 0;
-  attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  if (device_architecture() >= 90) {  // earlier devices refuse the attribute
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
   if (shape.cluster > 1) {
     if (shape.cluster > 8) {  // 8 is the portable limit
       check_launch(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), name);
@@ -42,20 +48,5 @@ void launch(const char* name, const LaunchShape& shape, cudaStream_t stream, voi
   config.numAttrs = count;
   check_launch(cudaLaunchKernelEx(&config, kernel, static_cast<KernelArgs>(args)...), name);
 }
-
-#ifdef __CUDACC__
-// Blocks until every kernel this one depends on has finished (or triggered) and its writes are visible.
-__device__ __forceinline__ void pdl_wait() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-// Lets the next kernel start its prologue; its pdl_wait() still waits for all of this kernel's writes.
-__device__ __forceinline__ void pdl_trigger() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-#endif
 
 }  // namespace pyllm
