@@ -39,24 +39,29 @@ struct PrefillAttentionParams {
   int k_scale_head_step;
   int v_scale_batch_step;
   int v_scale_head_step;
-  void* out;        // [T, H, Dv] out_dtype, contiguous
-  float* lse;       // [T, H], natural log, or null
-  int64_t tokens;   // T
-  int batch;        // B
-  int heads;        // H
-  int kv_heads;     // K
-  int group;        // G
-  int dim;          // D of q and k
-  int v_dim;        // Dv
-  int page_shift;   // log2 of P; paged only
-  int window;       // a row sees keys > p - window; 0: all
-  int skip_rows;    // sequences with at most so many rows are neither read nor written
-  bool causal;      // a row sees keys <= p
-  float scale;      // of the scores
-  float softcap;    // 0: none
-  DType dtype;      // of q, k, v: kBF16, kFP16, kE4M3
-  DType out_dtype;  // dtype, or kBF16 for kE4M3
+  void* out;                     // [T, H, Dv] out_dtype, contiguous
+  float* lse;                    // [T, H], natural log, or null
+  int64_t tokens;                // T
+  int batch;                     // B
+  int heads;                     // H
+  int kv_heads;                  // K
+  int group;                     // G
+  int dim;                       // D of q and k
+  int v_dim;                     // Dv
+  int page_shift;                // log2 of P; paged only
+  int window;                    // a row sees keys > p - window; 0: all
+  int skip_rows;                 // sequences with at most so many rows are neither read nor written
+  bool causal;                   // a row sees keys <= p
+  float scale;                   // of the scores
+  float softcap;                 // 0: none
+  DType dtype;                   // of q, k, v: kBF16, kFP16, kE4M3
+  DType out_dtype;               // dtype, or kBF16 for kE4M3
+  unsigned long long* schedule;  // 2 words of scratch of this launch alone, uninitialised: the tile counter of prefill_work.cuh
+  unsigned long long launch;     // set by the launcher: this launch's mark in `schedule`
 };
+
+// A mark of 40 bits, not 0, that no other launch of this process has, for PrefillAttentionParams::launch.
+unsigned long long next_prefill_launch();
 
 // Rows past q_starts[B] and rows without a key are written too: 0 and -inf (the sink's logit if there are sinks and a sequence).
 // Every launch shape follows from T, B and the shapes alone.
