@@ -1,0 +1,191 @@
+// Prefill attention of e4m3 queries, keys and values on sm_90a. docs/attention.md explains the data flow.
+//
+// A CTA owns 128 query rows of one head at a time: two consumer warpgroups of 64 rows and one producer warpgroup. Producer warp 0 walks
+// the work list and starts the TMA copies; warps 1..3 turn each tile of V around in shared memory, since an 8-bit wgmma reads its B
+// operand along k only. S = Q K^T comes from shared memory, P V takes P from registers.
+//
+// Keys are stored in V^T in the order in which a thread holds them in S: position 16 a + 4 c + 2 b + e of a row of V^T is key
+// 16 a + 8 b + 2 c + e, which is both what ldmatrix.trans + PRMT yields and what makes a thread's four packed P values the A operand.
+// Row 16 a + 8 e + g of V^T is column 16 a + 2 g + e of V: eight consecutive rows per stmatrix (no bank conflict), and a thread of O
+// holds four neighbouring columns.
+//
+// Sums of a wgmma over e4m3 keep about 14 bits, so the product of one tile of keys goes to `part` and is added to O in fp32.
+#pragma once
+#include <cuda_bf16.h>
+
+#include "attention/prefill_attention.h"
+#include "attention/prefill_fp8_load.cuh"
+#include "attention/prefill_fp8_softmax.cuh"
+#include "common/launch.h"
+#include "common/ptx_sm90.cuh"
+#include "common/wgmma.cuh"
+
+namespace pyllm::fp8 {
+
+constexpr int kTurn = 2;  // named barriers kTurn, kTurn + 1: whose turn it is to issue products
+
+template <class Tile>
+struct Consumer {
+  static constexpr int kS = Tile::kKeys / 2, kO = Tile::kDim / 2, kP = Tile::kKeys / 8;
+  using QK = Wgmma<Tile::kKeys>;
+  using PV = Wgmma<Tile::kDim>;
+
+  static __device__ __forceinline__ void scores(float (&s)[kS], uint64_t q, uint64_t k) {
+#pragma unroll
+    for (int i = 0; i < Tile::kDim / 32; ++i) {
+      const int at = i / (Tile::kBox / 32), in = i % (Tile::kBox / 32) * 32;
+      QK::template ss<__nv_fp8_e4m3>(s, descriptor_step(q, at * Tile::kRows * Tile::kBox + in),
+                                     descriptor_step(k, at * Tile::kKeys * Tile::kBox + in), i > 0);
+    }
+  }
+
+  static __device__ __forceinline__ void values(float (&part)[kO], uint32_t (&p)[Tile::kKeys / 32][4], uint64_t v) {
+#pragma unroll
+    for (int i = 0; i < Tile::kKeys / 32; ++i) {
+      PV::template rs<__nv_fp8_e4m3>(part, p[i], descriptor_step(v, i / 4 * Tile::kDim * 128 + i % 4 * 32), i > 0);
+    }
+  }
+};
+
+template <int Registers>
+__device__ __forceinline__ void promote(float (&o)[Registers], const float (&part)[Registers], const float (&alpha)[2]) {
+#pragma unroll
+  for (int i = 0; i < Registers; ++i) o[i] = fmaf(o[i], alpha[i / 2 % 2], part[i]);
+}
+
+// One work item of a warpgroup: its 64 rows against all of their keys.
+template <class Tile, class Softmax>
+__device__ __forceinline__ void attend(const PrefillAttentionParams& p, const Item& item, const Smem<Tile>& smem, Ring<Tile::kStagesK>& ks,
+                                       Ring<Tile::kStagesT>& ts, int group, int row, float (&o)[Tile::kDim / 2], Softmax& softmax) {
+  using C = Consumer<Tile>;
+  constexpr uint32_t kGroup = 8 * Tile::kBox;
+  float s[C::kS], part[C::kO], alpha[2];
+  uint32_t packed[Tile::kKeys / 32][4];
+  const uint64_t q = smem_descriptor<Tile::kLayout>(smem.q() + group * 64 * Tile::kBox, kGroup);
+  const auto k_at = [&](int stage) { return smem_descriptor<Tile::kLayout>(smem.k(stage), kGroup); };
+  const auto v_at = [&](int stage) { return smem_descriptor<SmemLayout::kSwizzle128>(smem.t(stage), 1024); };
+  const bool leader = threadIdx.x % 32 == 0;
+
+  int tile = item.last_tile;
+  barrier_wait(smem.full_k(ks.stage), ks.phase);
+  named_sync(kTurn + group, 256);
+  wgmma_fence();
+  C::scores(s, q, k_at(ks.stage));
+  wgmma_commit();
+  named_arrive(kTurn + 1 - group, 256);
+  wgmma_wait<0>();
+  wgmma_pin(s);
+  if (leader) barrier_arrive(smem.empty_k(ks.stage));
+  ks.next();
+  softmax.step(p, item, row, s, tile, alpha);
+  softmax.pack(packed, s);
+
+  for (--tile; tile >= item.first_tile; --tile) {
+    barrier_wait(smem.full_k(ks.stage), ks.phase);
+    named_sync(kTurn + group, 256);
+    wgmma_fence();
+    C::scores(s, q, k_at(ks.stage));
+    wgmma_commit();
+    barrier_wait(smem.full_t(ts.stage), ts.phase);
+    C::values(part, packed, v_at(ts.stage));
+    wgmma_commit();
+    named_arrive(kTurn + 1 - group, 256);
+    wgmma_wait<1>();
+    wgmma_pin(s);
+    if (leader) barrier_arrive(smem.empty_k(ks.stage));
+    ks.next();
+    float next[2];
+    softmax.step(p, item, row, s, tile, next);
+    wgmma_wait<0>();
+    wgmma_pin(part);
+    wgmma_pin(s);
+#pragma unroll
+    for (auto& block : packed) wgmma_pin(block);
+    if (leader) barrier_arrive(smem.empty_t(ts.stage));
+    ts.next();
+    promote(o, part, alpha);
+    softmax.pack(packed, s);
+    alpha[0] = next[0], alpha[1] = next[1];
+  }
+
+  barrier_wait(smem.full_t(ts.stage), ts.phase);
+  named_sync(kTurn + group, 256);
+  wgmma_fence();
+  C::values(part, packed, v_at(ts.stage));
+  wgmma_commit();
+  named_arrive(kTurn + 1 - group, 256);
+  if (leader) barrier_arrive(smem.empty_q());
+  wgmma_wait<0>();
+  wgmma_pin(part);
+  if (leader) barrier_arrive(smem.empty_t(ts.stage));
+  ts.next();
+  promote(o, part, alpha);
+}
+
+template <class Tile, bool Capped>
+__device__ __forceinline__ void consume(const PrefillAttentionParams& p, const Smem<Tile>& smem, int group) {
+  Ring<Tile::kStagesK> ks;
+  Ring<Tile::kStagesT> ts;
+  Ring<Tile::kItems> items;
+  uint32_t q_phase = 0;
+  if (group == 1) named_arrive(kTurn, 256);  // the first turn is warpgroup 0's
+  const int lane = threadIdx.x % 32;
+  for (;; items.next()) {
+    barrier_wait(smem.full_item(items.stage), items.phase);
+    const Item& item = *smem.item(items.stage);
+    if (item.rows <= 0) break;
+    float o[Tile::kDim / 2];
+#pragma unroll
+    for (float& x : o) x = 0.f;
+    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    Softmax<Tile::kKeys, Capped> softmax(p, item, row);
+    if (item.last_tile >= item.first_tile) {
+      barrier_wait(smem.full_q(), q_phase);
+      q_phase ^= 1;
+      attend<Tile>(p, item, smem, ks, ts, group, row, o, softmax);
+    }
+    float factor[2], lse[2];
+    softmax.finish(p, item, factor, lse);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (row + 8 * h >= item.rows) continue;
+      const int64_t token = item.token + row + 8 * h;
+      auto* out = static_cast<__nv_bfloat16*>(p.out) + (token * p.heads + item.head) * Tile::kDim + lane % 4 * 4;
+#pragma unroll
+      for (int i = 0; i < Tile::kDim / 16; ++i) {  // columns 4 c .. 4 c + 3 of 16: n8 block 2 i holds 0 and 2, block 2 i + 1 holds 1 and 3
+        const float* even = o + 8 * i + 2 * h;
+        const float f = factor[h];
+        __nv_bfloat162 pair[2] = {__floats2bfloat162_rn(even[0] * f, even[4] * f), __floats2bfloat162_rn(even[1] * f, even[5] * f)};
+        *reinterpret_cast<uint2*>(out + 16 * i) = *reinterpret_cast<const uint2*>(pair);
+      }
+      if (p.lse != nullptr && lane % 4 == 0) p.lse[token * p.heads + item.head] = lse[h];
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(smem.empty_item(items.stage));
+  }
+}
+
+template <class Tile, bool Paged, bool Capped>
+__global__ void __launch_bounds__(384, 1)
+    prefill_fp8_kernel(const __grid_constant__ PrefillAttentionParams p, const __grid_constant__ CUtensorMap q_map,
+                       const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const Smem<Tile> smem{smem_address(shared), shared};
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+  if (threadIdx.x == 0) smem.init();
+  __syncthreads();
+  pdl_wait();
+  if (warp < 4) {
+    registers_down<Tile::kProducerRegisters>();
+    if (warp == 0) {
+      load<Tile, Paged>(p, smem, q_map, k_map, v_map);
+    } else {
+      turn_values<Tile>(smem, warp - 1);
+    }
+  } else {
+    registers_up<Tile::kConsumerRegisters>();
+    consume<Tile, Capped>(p, smem, warp / 4 - 1);
+  }
+}
+
+}  // namespace pyllm::fp8
