@@ -28,8 +28,8 @@ struct SimpleShape {
   static constexpr int kRows = Few ? 16 : 64;
   static constexpr int kKeys = Few || (Dim <= 128 && ValueDim <= 128) ? 64 : 32;  // of a tile
   static constexpr int kWarpKeys = Few ? kKeys / kWarps : kKeys;
-  static constexpr int kSteps = (Dim + 15) / 16;         // of Q K^T
-  static constexpr int kBlocks = (ValueDim + 15) / 16;   // of the result
+  static constexpr int kSteps = (Dim + 15) / 16;        // of Q K^T
+  static constexpr int kBlocks = (ValueDim + 15) / 16;  // of the result
   static constexpr int kRowBytes = (2 * kSteps | 1) * 16;
   static constexpr int kValueBytes = (2 * kBlocks | 1) * 16;
   static constexpr int kQ = kRows * kRowBytes, kK = kKeys * kRowBytes, kV = kKeys * kValueBytes;
@@ -172,8 +172,8 @@ struct SimpleRows {
   float top[2], sum[2];  // maxima, and sums of 2^(x - top) over this lane's keys
   float o[2 * S::kBlocks][4];
   ScorePlace at[2];
-  int last[2], first[2];         // keys that the row sees by length, causality and window: [first, last)
-  const uint32_t* mask_row[2];   // null: no mask
+  int last[2], first[2];        // keys that the row sees by length, causality and window: [first, last)
+  const uint32_t* mask_row[2];  // null: no mask
   int mask_start;
 
   __device__ __forceinline__ explicit SimpleRows(const SimpleAttentionParams& p) : variant(p) {}
@@ -183,7 +183,12 @@ struct SimpleRows {
     for (int e = 0; e < 2; ++e) {
       const int row = tile.first_row + row0 + lane / 4 + 8 * e, j = row / p.group;
       const bool exists = j < tile.n;
-      at[e] = {tile.b, p.first_head + static_cast<int>(blockIdx.y) * p.group + row - j * p.group, tile.L - tile.n + j, 0, tile.n, tile.L,
+      at[e] = {tile.b,
+               p.first_head + static_cast<int>(blockIdx.y) * p.group + row - j * p.group,
+               tile.L - tile.n + j,
+               0,
+               tile.n,
+               tile.L,
                tile.q_start + j};
       last[e] = !exists ? 0 : p.causal ? min(tile.L, at[e].q_pos + 1) : tile.L;
       first[e] = p.window > 0 ? at[e].q_pos - p.window + 1 : 0;
@@ -220,7 +225,7 @@ struct SimpleRows {
     for (int step = 0; step < S::kSteps; ++step) {
       uint32_t fresh[4];
       if constexpr (!S::kHoldQ) load_q(fresh, q_tile, step, lane);
-      const uint32_t(&a)[4] = S::kHoldQ ? q[S::kHoldQ ? step : 0] : fresh;
+      const uint32_t (&a)[4] = S::kHoldQ ? q[S::kHoldQ ? step : 0] : fresh;
 #pragma unroll
       for (int i = 0; i < S::kWarpKeys / 16; ++i) {
         uint32_t b[4];

@@ -19,10 +19,10 @@ struct SimpleAttentionParams {
   int64_t v_token_stride;
   int64_t v_head_stride;
   int64_t v_page_stride;
-  const int* q_starts;     // [B + 1]
-  const int* kv_starts;    // [B + 1] or null
-  const int* kv_lens;      // [B] or null
-  const int* page_table;   // [B, W], dense in W, or null
+  const int* q_starts;    // [B + 1]
+  const int* kv_starts;   // [B + 1] or null
+  const int* kv_lens;     // [B] or null
+  const int* page_table;  // [B, W], dense in W, or null
   int64_t table_stride;
   const float* sinks;      // [H] or null: a logit that joins the denominator
   const uint32_t* mask;    // [T, mask_words] or null: bit i % 32 of word i / 32 allows key mask_starts[b] + i; keys outside are not touched

@@ -11,6 +11,7 @@ from pyllm.ops.moe import moe_experts, route_experts
 from pyllm.ops.norm import layer_norm, quantize_fp8, rms_norm
 from pyllm.ops.rope import qk_norm_rope_append
 from pyllm.ops.sampling import sample_tokens, token_logprobs
+from pyllm.ops.simple import simple_attention, variant_attention
 
 _native.load()
 
@@ -28,6 +29,8 @@ __all__ = [
     "rms_norm",
     "route_experts",
     "sample_tokens",
+    "simple_attention",
     "softcap",
     "token_logprobs",
+    "variant_attention",
 ]
