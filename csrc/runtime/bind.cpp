@@ -5,6 +5,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "block_pool.h"
@@ -59,8 +60,16 @@ PYBIND11_MODULE(_runtime, m) {
           "ref", [](BlockPool& p, const Ints& pages) { p.ref(input(pages)); }, py::arg("pages").noconvert())
       .def(
           "free", [](BlockPool& p, const Ints& pages) { p.free(input(pages)); }, py::arg("pages").noconvert())
+      .def(
+          "match", [](BlockPool& p, const py::bytes& keys) { return to_array(p.match(std::string_view(keys))); }, "keys"_a)
+      .def(
+          "cache", [](BlockPool& p, const py::bytes& keys, const Ints& pages) { return p.cache(std::string_view(keys), input(pages)); },
+          "keys"_a, py::arg("pages").noconvert())
+      .def("forget", &BlockPool::forget)
       .def("ref_count", &BlockPool::ref_count, "page"_a)
       .def("check", &BlockPool::check)
+      .def_property_readonly("free_pages", &BlockPool::free_pages)
+      .def_property_readonly("cached", &BlockPool::cached)
       .def_property_readonly("total", &BlockPool::total)
       .def_property_readonly("available", &BlockPool::available)
       .def_property_readonly("used", &BlockPool::used);
@@ -73,10 +82,10 @@ PYBIND11_MODULE(_runtime, m) {
           "begin", [](BoundPacker& b, int64_t width) { b.packer.begin(width); }, "width"_a)
       .def(
           "add",
-          [](BoundPacker& b, const Ints& tokens, int64_t start, const Ints& pages, bool wants_logits) {
-            b.packer.add(input(tokens), start, input(pages), wants_logits);
+          [](BoundPacker& b, const Ints& tokens, int64_t start, const Ints& pages, int64_t rows) {
+            b.packer.add(input(tokens), start, input(pages), rows);
           },
-          py::arg("tokens").noconvert(), "start"_a, py::arg("pages").noconvert(), "wants_logits"_a)
+          py::arg("tokens").noconvert(), "start"_a, py::arg("pages").noconvert(), "rows"_a)
       .def_property_readonly("tokens", [](const BoundPacker& b) { return b.packer.tokens(); })
       .def_property_readonly("sequences", [](const BoundPacker& b) { return b.packer.sequences(); })
       .def_property_readonly("rows", [](const BoundPacker& b) { return b.packer.rows(); });

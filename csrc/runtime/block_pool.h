@@ -1,38 +1,77 @@
-// Allocator of KV pages: which of the pool's page ids are in use, and by how many holders. Host code, no torch, no Python.
+// Allocator of KV pages: which of the pool's page ids are in use, by how many holders, and which unused ones still hold a known prefix.
+// Host code, no torch, no Python.
 //
 // Page 0 is the dummy page: it is never handed out, so page-table tails and padding rows always name a page that exists and that nobody
 // owns. The other ids are handed out last-freed-first (their lines are the likeliest to be in L2), fresh ones in ascending order.
-// Invariant: available + used == total == pages - 1.
+// Invariant: free + used + cached == total == pages - 1.
+//
+// A key (SHA-256) names the content of a full page and of all pages before it, so the keys of a sequence form a path of a prefix tree.
+// A page with a key stays cached when its last holder leaves, and is given away again, least recently used first, once no page is free.
+// Holders give pages back deepest first, so a page is always older in that order than the page before it on its path: the least
+// recently used page is a leaf.
 #pragma once
+#include <array>
 #include <cstdint>
+#include <cstring>
 #include <span>
+#include <string_view>
+#include <unordered_map>
 #include <vector>
 
 namespace pyllm::runtime {
+
+inline constexpr size_t kKeyBytes = 32;
+using PageKey = std::array<char, kKeyBytes>;
+
+struct PageKeyHash {  // the bytes of a key are random already
+  size_t operator()(const PageKey& key) const {
+    size_t word;
+    std::memcpy(&word, key.data(), sizeof word);
+    return word;
+  }
+};
 
 class BlockPool {
  public:
   explicit BlockPool(int64_t pages);  // 2 .. 2^31 - 1, the dummy page included
 
-  // All or nothing; each page starts with one reference. Throws std::runtime_error when fewer are free.
+  // All or nothing; each page starts with one reference. Throws std::runtime_error when fewer are free or cached.
   std::vector<int32_t> allocate(int64_t count);
+  // The pages of the longest known beginning of these keys (kKeyBytes each), each with one holder more.
+  std::vector<int32_t> match(std::string_view keys);
+  // Names the content of held pages, in the order of their sequence; returns how many are now known by these keys. Stops at a key that
+  // names another page: a deeper page of this sequence would hang below a page that its holder does not hold.
+  int64_t cache(std::string_view keys, std::span<const int32_t> pages);
   // One more holder for each page; all or nothing.
   void ref(std::span<const int32_t> pages);
-  // One holder less for each page, back to the pool at none; all or nothing, a page freed once too often throws std::invalid_argument.
+  // One holder less for each page, the last first; at none back to the pool, or cached. All or nothing, a page freed once too often throws
+  // std::invalid_argument.
   void free(std::span<const int32_t> pages);
+  // Drops every key: cached pages become free, held ones are not cached when their last holder leaves.
+  void forget();
 
   int64_t total() const { return static_cast<int64_t>(refs_.size()) - 1; }
-  int64_t available() const { return static_cast<int64_t>(free_.size()); }
+  int64_t free_pages() const { return static_cast<int64_t>(free_.size()); }
+  int64_t cached() const { return cached_; }
+  int64_t available() const { return free_pages() + cached_; }
   int64_t used() const { return total() - available(); }
   int64_t ref_count(int64_t page) const;
-  // Walks everything: throws std::runtime_error unless the free list is exactly the set of pages without a holder.
+  // Walks everything: throws std::runtime_error unless each page is held, or free, or cached, and keys and pages name each other.
   void check() const;
 
  private:
-  void require_page(int64_t page, const char* method) const;
+  using Keys = std::unordered_map<PageKey, int32_t, PageKeyHash>;
 
-  std::vector<int32_t> refs_;  // holders per page; [0] is unused
-  std::vector<int32_t> free_;  // a stack: the back is handed out next
+  void require_page(int64_t page, const char* method) const;
+  void push_idle(int32_t page);
+  void remove_idle(int32_t page);
+
+  std::vector<int32_t> refs_;                   // holders per page; [0] is unused
+  std::vector<int32_t> free_;                   // a stack: the back is handed out next
+  std::vector<int32_t> next_, prev_;            // ring of cached pages without a holder, least recently used first; [0] is its anchor
+  std::vector<const Keys::value_type*> named_;  // a page's entry in keys_ (entries do not move), or null
+  Keys keys_;
+  int64_t cached_ = 0;
 };
 
 }  // namespace pyllm::runtime

@@ -45,7 +45,7 @@ void StepPacker::begin(int64_t width) {
   tokens_ = sequences_ = rows_ = 0;
 }
 
-int64_t StepPacker::validate(std::span<const int32_t> tokens, int64_t start, std::span<const int32_t> pages, bool wants_logits) const {
+int64_t StepPacker::validate(std::span<const int32_t> tokens, int64_t start, std::span<const int32_t> pages, int64_t rows) const {
   const int64_t count = size_of(tokens), capacity = size_of(pages) * page_size_;
   require(count >= 1, "tokens is empty, expected at least one");
   require(start >= 0, "start is ", start, ", expected 0 or more");
@@ -53,7 +53,8 @@ int64_t StepPacker::validate(std::span<const int32_t> tokens, int64_t start, std
           " pages given");
   require(tokens_ + count <= size_of(b_.ids), "the step is full: ", tokens_, " + ", count, " tokens, capacity ", size_of(b_.ids));
   require(sequences_ < size_of(b_.kv_lens), "the step is full: capacity ", size_of(b_.kv_lens), " sequences");
-  require(!wants_logits || rows_ < size_of(b_.logit_rows), "the step is full: capacity ", size_of(b_.logit_rows), " rows with logits");
+  require(rows >= 0 && rows <= count, "rows is ", rows, ", expected 0 to the ", count, " tokens given");
+  require(rows_ + rows <= size_of(b_.logit_rows), "the step is full: capacity ", size_of(b_.logit_rows), " rows with logits");
   const int64_t need = (start + count + page_size_ - 1) / page_size_;
   require(need <= width_, need, " pages do not fit the width ", width_);
   require((sequences_ + 1) * width_ <= size_of(b_.page_table), "the page table is full: ", sequences_ + 1, " rows of ", width_,
@@ -63,8 +64,8 @@ int64_t StepPacker::validate(std::span<const int32_t> tokens, int64_t start, std
   return need;
 }
 
-void StepPacker::add(std::span<const int32_t> tokens, int64_t start, std::span<const int32_t> pages, bool wants_logits) {
-  const int64_t need = validate(tokens, start, pages, wants_logits), count = size_of(tokens);
+void StepPacker::add(std::span<const int32_t> tokens, int64_t start, std::span<const int32_t> pages, int64_t rows) {
+  const int64_t need = validate(tokens, start, pages, rows), count = size_of(tokens);
   std::copy(tokens.begin(), tokens.end(), b_.ids.begin() + tokens_);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t position = start + i;
@@ -76,7 +77,7 @@ void StepPacker::add(std::span<const int32_t> tokens, int64_t start, std::span<c
   tokens_ += count;
   b_.kv_lens[sequences_] = static_cast<int32_t>(start + count);
   b_.q_starts[++sequences_] = static_cast<int32_t>(tokens_);
-  if (wants_logits) b_.logit_rows[rows_++] = static_cast<int32_t>(tokens_ - 1);
+  for (int64_t row = tokens_ - rows; row < tokens_; ++row) b_.logit_rows[rows_++] = static_cast<int32_t>(row);
 }
 
 }  // namespace pyllm::runtime

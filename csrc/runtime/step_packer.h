@@ -5,7 +5,7 @@
 //   q_starts [B + 1]            first token of each sequence, then T
 //   kv_lens [B]                 keys after this step
 //   page_table [B, W]           dense at the step's width; unused entries name the dummy page 0
-//   logit_rows [R]              last token of each sequence that wants logits
+//   logit_rows [R]              the last `rows` tokens of each sequence: those whose logits are wanted
 #pragma once
 #include <cstdint>
 #include <span>
@@ -24,8 +24,9 @@ class StepPacker {
   // Starts an empty step whose page table is `width` wide.
   void begin(int64_t width);
   // Appends tokens at positions start, start + 1, ...; pages: the sequence's pages from position 0 on (more than needed is fine).
-  // Throws std::invalid_argument, nothing appended, for anything that does not fit or is out of range.
-  void add(std::span<const int32_t> tokens, int64_t start, std::span<const int32_t> pages, bool wants_logits);
+  // rows: how many of them, the last ones, want logits. Throws std::invalid_argument, nothing appended, for anything that does not fit or
+  // is out of range.
+  void add(std::span<const int32_t> tokens, int64_t start, std::span<const int32_t> pages, int64_t rows);
 
   int64_t tokens() const { return tokens_; }
   int64_t sequences() const { return sequences_; }
@@ -33,7 +34,7 @@ class StepPacker {
 
  private:
   // Pages that hold start + count positions, once everything is in range.
-  int64_t validate(std::span<const int32_t> tokens, int64_t start, std::span<const int32_t> pages, bool wants_logits) const;
+  int64_t validate(std::span<const int32_t> tokens, int64_t start, std::span<const int32_t> pages, int64_t rows) const;
 
   StepBuffers b_;
   int64_t page_size_, pages_, vocab_;

@@ -1,7 +1,9 @@
-"""The executor: schedule -> pack -> forward -> sample -> append, a few lines per step, the same on a CPU and on a GPU."""
+"""The executor: schedule -> launch -> read the tokens of the step before, a few lines per step, the same on a CPU and on a GPU."""
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -10,12 +12,15 @@ import torch
 from torch import Tensor
 
 from pyllm.runtime.batch import Batch
+from pyllm.runtime.graph import graph_sizes
 from pyllm.runtime.host import BlockPool
 from pyllm.runtime.kv import KvPool, SlotSizes, free_bytes, page_bytes
 from pyllm.runtime.params import SamplingParams, id_tuple
-from pyllm.runtime.request import Request, TokenLogprob
-from pyllm.runtime.sample import logprobs_of, sample
+from pyllm.runtime.request import Request
+from pyllm.runtime.rows import Rows
+from pyllm.runtime.runner import Flight, Runner
 from pyllm.runtime.schedule import Scheduler
+from pyllm.runtime.shape import Shaper
 from pyllm.runtime.step import StepBuffers
 
 # Share of the free memory that the KV pool takes when no size is given: the rest is for activations, and a CPU's memory is everybody's.
@@ -37,9 +42,13 @@ class Engine:
 
     spec: the declaration. weights: checkpoint name -> tensor, bound here, or a bound module (`module(batch) -> logits [R, V]`).
     pages or max_tokens: size of the KV pool, in pages (the dummy page included) or in tokens; neither: what max_batch full contexts need,
-    at most a share of the free memory.
+    at most `memory_share` of the free memory.
     max_batch: requests in a step. chunk: prompt tokens in a step, beside one token of each generating request.
+    max_length: tokens of a request, prompt and output; None: the model's context.
     kv_dtype: of the cache, default `dtype`; float8_e4m3fn takes `kv_scales` (slot -> (k_scale, v_scale)). eos_ids: the model's end tokens.
+    reserve=False admits more requests than the pool can hold in the end, and computes some anew when it is full. reuse: keep the pages of
+    known prefixes. overlap: launch a step before the tokens of the one before are read (None: on a GPU); `step` then returns the requests
+    of the step before. graph_sizes: batch sizes of decode steps, captured as CUDA graphs on a GPU; None: chosen by max_batch there; [] off.
     """
 
     def __init__(
@@ -52,17 +61,21 @@ class Engine:
         page_size: int = 64,
         pages: int | None = None,
         max_tokens: int | None = None,
+        memory_share: float | None = None,
         max_batch: int = 8,
         chunk: int = 512,
+        max_length: int | None = None,
         kv_dtype: torch.dtype | None = None,
         kv_scales: Mapping[int, tuple[Tensor, Tensor]] | None = None,
         eos_ids: Iterable[int] = (),
+        reserve: bool = True,
+        reuse: bool = True,
+        overlap: bool | None = None,
+        graph_sizes: Sequence[int] | None = None,
+        progress: bool = False,
     ) -> None:
         sizes = {"max_batch": max_batch, "chunk": chunk, "page_size": page_size, "pages": pages, "max_tokens": max_tokens}
-        for name, value in sizes.items():
-            given = value is not None or name in ("max_batch", "chunk", "page_size")
-            if given and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"Engine: {name} is {value!r}, expected an integer, at least 1")
+        _check_sizes({**sizes, "max_length": max_length})
         self.spec, self.device, self.eos_ids = spec, torch.device(device), frozenset(id_tuple("Engine: eos_ids", eos_ids))
         if self.device.type not in POOL_SHARE:
             raise ValueError(f"Engine: device is {self.device}, expected cpu or cuda")
@@ -71,61 +84,83 @@ class Engine:
             raise ValueError(f"Engine: kv_dtype is {kv_dtype}, expected {dtype} like dtype, or torch.float8_e4m3fn")
         if not isinstance(weights, Mapping) and not callable(weights):
             raise ValueError(f"Engine: weights is {weights!r}, expected a mapping of tensors or a bound module")
-        self.module = _bind(spec, weights, self.device, dtype) if isinstance(weights, Mapping) else weights
-        max_pages = -(-spec.max_positions // page_size)
-        count = self._pool_pages(pages, max_tokens, page_size, kv_dtype, max_batch * max_pages)
+        module = _bind(spec, weights, self.device, dtype) if isinstance(weights, Mapping) else weights
+        self.max_length = min(spec.max_positions, max_length or spec.max_positions)
+        max_pages = -(-self.max_length // page_size)
+        count = self._pool_pages(pages, max_tokens, memory_share, page_size, kv_dtype, max_batch * max_pages)
         self.kv = KvPool(spec.kv_slots(), count, page_size, kv_dtype, self.device, kv_scales)
         self.pool = BlockPool(count)
-        self._scheduler = Scheduler(self.pool, page_size=page_size, max_batch=max_batch, chunk=chunk)
-        self._buffers = StepBuffers(
-            max_tokens=max_batch + chunk,
-            max_batch=max_batch,
-            max_pages=min(max_pages, count - 1),  # no request can hold more than the pool has
-            page_size=page_size,
-            pages=count,
-            vocab=spec.vocab_size,
-            device=self.device,
-        )
+        room = {"max_batch": max_batch, "max_pages": min(max_pages, count - 1), "page_size": page_size, "device": self.device}
+        rows = Rows(**room)  # type: ignore[arg-type]  # (no request can hold more pages than the pool has)
+        buffers = StepBuffers(max_tokens=max_batch + chunk, pages=count, vocab=spec.vocab_size, **room)  # type: ignore[arg-type]
+        shaper = Shaper(max_batch=max_batch, vocab=spec.vocab_size, device=self.device)
+        self._scheduler = Scheduler(self.pool, rows, page_size=page_size, max_batch=max_batch, chunk=chunk, reserve=reserve, reuse=reuse)
+        cuda = self.device.type == "cuda"
+        self._runner = Runner(module, self.kv, rows, buffers, shaper, _sizes(graph_sizes, max_batch, cuda))
+        if cuda and self._runner.sizes:
+            self._runner.graphs.capture(self._runner.sizes, progress)
+        self.overlap = cuda if overlap is None else overlap
+        self._flights: deque[Flight] = deque()
         self._next_id = 0
+        self.steps, self.host_seconds = 0, 0.0  # of launched steps: the time in which the host did not wait for the device
 
-    def _pool_pages(self, pages: int | None, max_tokens: int | None, page_size: int, kv_dtype: torch.dtype, most: int) -> int:
+    def _pool_pages(
+        self, pages: int | None, max_tokens: int | None, memory_share: float | None, page_size: int, kv_dtype: torch.dtype, most: int
+    ) -> int:
         """Pages of the pool, the dummy page included."""
         size = page_bytes(self.spec.kv_slots(), page_size, kv_dtype)
         if pages is not None and max_tokens is not None:
             raise ValueError(f"Engine: pages={pages} and max_tokens={max_tokens} both size the KV pool, expected one of them")
         if pages is not None:
             return pages
+        share = int(free_bytes(self.device) * (memory_share or POOL_SHARE[self.device.type]))
+        fits = min(max(share // max(size, 1), 2), (2**31 - 1) // page_size)
         if max_tokens is not None:
-            return -(-max_tokens // page_size) + 1
-        share = int(free_bytes(self.device) * POOL_SHARE[self.device.type])
-        return min(most + 1, max(share // max(size, 1), 2), (2**31 - 1) // page_size)
+            wanted = -(-max_tokens // page_size) + 1
+            return wanted if memory_share is None else min(wanted, fits)
+        return min(most + 1, fits)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._scheduler.running or self._scheduler.waiting)
+        return bool(self._scheduler.running or self._scheduler.waiting or self._flights)
 
-    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> Request:
-        """Queue a request. ValueError for one that can never run: a prompt that is empty or too long, a bad id, too few pages."""
+    @property
+    def preemptions(self) -> int:
+        return self._scheduler.preemptions
+
+    @property
+    def running(self) -> list[Request]:
+        return list(self._scheduler.running)
+
+    def prepare(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0, salt: str = ""
+    ) -> Request:
+        """A request that `enqueue` takes; may be called from any thread. ValueError for one that can never run: a prompt that is empty
+        or too long, a bad id, too few pages."""
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"submit: params is {params!r}, expected SamplingParams")
         if not isinstance(prompt_token_ids, Iterable):
             raise ValueError(f"submit: the prompt is {prompt_token_ids!r}, expected token ids")
-        prompt, vocab, limit = list(prompt_token_ids), self.spec.vocab_size, self.spec.max_positions
+        prompt, vocab, limit = list(prompt_token_ids), self.spec.vocab_size, self.max_length
         if not prompt:
             raise ValueError("submit: the prompt is empty, expected at least one token")
         if len(prompt) >= limit:
             raise ValueError(
                 f"submit: the prompt has {len(prompt)} tokens, expected at most {limit - 1} (the context is {limit} positions)"
             )
-        for name, ids in (("the prompt", prompt), ("stop_token_ids", params.stop_token_ids)):
+        bias = [t for t, _ in params.logit_bias]
+        lists = {"the prompt": prompt, "stop_token_ids": params.stop_token_ids, "bad_token_ids": params.bad_token_ids, "logit_bias": bias}
+        for name, ids in lists.items():
             bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, (int, np.integer)) or not 0 <= i < vocab]
             if bad:
                 raise ValueError(f"submit: {name} holds {bad[0]!r}, expected token ids from 0 to {vocab - 1}")
-        request = Request(self._next_id, [int(i) for i in prompt], params)
+        request = Request(-1, [int(i) for i in prompt], params, priority=priority, salt=salt)
         request.logprobs = None if params.logprobs is None else []
+        request.prompt_logprobs = None if params.prompt_logprobs is None else [None] * len(prompt)
         request.tokens = np.zeros(min(len(prompt) + params.max_tokens, limit), np.int32)
         request.tokens[: len(prompt)] = prompt
+        request.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
         need = self._scheduler.pages_needed(request)
         if need > self.pool.total:
             size = self.kv.page_size
@@ -133,61 +168,119 @@ class Engine:
                 f"submit: prompt and max_tokens need {len(request.tokens) - 1} tokens of KV cache ({need} pages), "
                 f"the pool has {self.pool.total * size} ({self.pool.total} pages)"
             )
-        self._next_id += 1
-        self._scheduler.waiting.append(request)
         return request
 
-    def abort(self, request: Request) -> None:
+    def enqueue(self, request: Request) -> Request:
+        request.request_id = self._next_id
+        self._next_id += 1
+        request.after = request.after if self._scheduler.reuse else None
+        self._scheduler.enqueue(request)
+        return request
+
+    def submit(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0, salt: str = ""
+    ) -> Request:
+        """Queue a request. priority: larger ones are admitted first. salt: only requests of one salt share prefixes."""
+        return self.enqueue(self.prepare(prompt_token_ids, params, priority=priority, salt=salt))
+
+    def abort(self, request: Request, reason: str = "abort") -> None:
         """End a request now and give its pages back; nothing happens when it has ended already."""
         if not request.finished:
             if not self._scheduler.knows(request):
                 raise ValueError(f"abort: request {request.request_id} is not one of this engine's")
-            self._finish(request, "abort")
+            self._finish(request, reason)
 
     def step(self) -> list[Request]:
-        """Run one step; the requests that got a token or ended in it. [] when there is nothing to do."""
-        if not self.has_work:
-            return []
-        work = self._scheduler.schedule()
-        if not work:
+        """Launch a step and read a launched one; the requests that got a token or ended in what was read. [] when nothing was read."""
+        start, waited = time.perf_counter(), 0.0
+        moved: list[Request] = []
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            self._flights.append(self._runner.launch(plan))
+            self._scheduler.launched(plan)
+            self.steps += 1
+        elif self._scheduler.waiting and not self._flights:
             raise RuntimeError("Engine: requests wait although nothing runs and the pool is free")
-        with torch.inference_mode():
-            batch = self._buffers.pack(work, self.kv.caches)
-            logits = self.module(batch)
-            sampled = [w.request for w in work if w.wants_logits]
-            if logits.shape[0] != len(sampled):
-                raise RuntimeError(f"Engine: the model gave {logits.shape[0]} rows of logits, expected {len(sampled)}")
-            tokens = sample(logits, sampled) if sampled else None
-            logprobs = logprobs_of(logits, tokens, sampled) if tokens is not None else {}
-        for w in work:
-            w.request.computed = w.start + w.count
-        for row, token in enumerate(tokens.tolist() if tokens is not None else ()):
-            self._append(sampled[row], token, logprobs.get(row))
-        return sampled
+        under_way = int(plan is not None and self.overlap and not self._runner.traits.waits)
+        while len(self._flights) > under_way:
+            waited += self._read(moved)
+        self.host_seconds += time.perf_counter() - start - waited
+        return moved
 
     def run(self) -> None:
         """Step until every request has ended."""
         while self.has_work:
             self.step()
 
-    def _append(self, request: Request, token: int, logprob: TokenLogprob | None) -> None:
-        if not 0 <= token < self.spec.vocab_size:
+    def _read(self, moved: list[Request]) -> float:
+        """Take in the tokens of the oldest step under way; returns the seconds spent waiting for them."""
+        flight = self._flights.popleft()
+        start = time.perf_counter()
+        tokens = flight.wait()
+        now = time.perf_counter()
+        for asked, at, logprobs in flight.prompt_logprobs:
+            assert asked.prompt_logprobs is not None
+            asked.prompt_logprobs[at : at + len(logprobs.tops)] = logprobs.read()
+        if flight.logprobs is not None:
+            for owner, entry in zip(flight.logprobs[0], flight.logprobs[1].read(), strict=True):
+                if owner.finish_reason is None and owner.logprobs is not None and entry.rank:
+                    owner.logprobs.append(entry)
+        for request, token in zip(flight.requests, tokens, strict=True):
+            if request is not None and request.finish_reason is None:
+                moved.append(request)
+                self._append(request, token, now)
+        return now - start
+
+    def _append(self, request: Request, token: int, now: float) -> None:
+        if token < 0 or token >= self.spec.vocab_size:
             request.error = f"the model's logits at position {request.length - 1} hold no finite number or a NaN (sampled {token})"
-            self._finish(request, "error")
-            return
-        request.append(token)
-        request.timing.token()
-        if request.logprobs is not None and logprob is not None:
-            request.logprobs.append(logprob)
-        if (token in self.eos_ids and not request.params.ignore_eos) or token in request.params.stop_token_ids:
+            self.pool.forget()  # pages of this request may hold what made them so
+            return self._finish(request, "error")
+        request.append(token, now)
+        if token in request.ends:
             request.stop_reason = token
-            self._finish(request, "stop")
-        elif request.length == len(request.tokens):
-            self._finish(request, "length")
+            return self._finish(request, "stop")
+        if request.text is not None:
+            request.stop_reason = request.text.find_stop(request.token_ids, request.params.min_tokens)
+            if request.stop_reason is not None:
+                return self._finish(request, "stop")
+        if len(request.token_ids) == request.limit:
+            return self._finish(request, "length")
+        if request.listener is not None:
+            request.listener(request)
+        return None
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
+        if reason == "error":
+            request.named = -1
         self._scheduler.release(request)
+        if request.listener is not None:
+            request.listener(request)
+
+    def fail(self, message: str) -> None:
+        """End every request with an error: the way out when a step has raised."""
+        self._flights.clear()
+        for request in (*self._scheduler.running, *self._scheduler.waiting):
+            request.error = message
+            self._finish(request, "error")
+        self.pool.forget()
+
+
+def _check_sizes(sizes: Mapping[str, int | None]) -> None:
+    for name, value in sizes.items():
+        given = value is not None or name in ("max_batch", "chunk", "page_size")
+        if given and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"Engine: {name} is {value!r}, expected an integer, at least 1")
+
+
+def _sizes(given: Sequence[int] | None, max_batch: int, cuda: bool) -> list[int]:
+    if given is None:
+        return graph_sizes(max_batch) if cuda else []
+    for n in given:
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= max_batch:
+            raise ValueError(f"Engine: graph_sizes holds {n!r}, expected batch sizes from 1 to max_batch={max_batch}")
+    return list(given)
 
 
 def _bind(spec: DecoderSpec, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> Callable[[Batch], Tensor]:

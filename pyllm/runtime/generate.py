@@ -26,7 +26,7 @@ class Completion:
     token_ids: tuple[int, ...]
     prompt_token_ids: tuple[int, ...]
     finish_reason: str
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     error: str | None = None
 

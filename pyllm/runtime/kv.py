@@ -61,6 +61,9 @@ class KvPool:
         if unknown:
             raise ValueError(f"KvPool: scales has slot {unknown[0]}, expected some of {', '.join(map(str, slots))}")
         self.caches = {number: self._cache(number, slot, dict(scales or {})) for number, slot in slots.items()}
+        for cache in self.caches.values():  # idle rows of a step read and write the dummy page: finite there, whatever was in memory
+            cache.k[0].zero_()
+            cache.v[0].zero_()
 
     def _cache(self, number: int, slot: SlotSizes, scales: dict[int, tuple[Tensor, Tensor]]) -> KvCache:
         k, v = (

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pyllm import _native
 from pyllm.runtime.engine import Engine
+from pyllm.runtime.progress import progress_bar
 
 if TYPE_CHECKING:
     from pyllm.layers import Decoder
@@ -85,9 +83,9 @@ def load_model(
     kind = pick_dtype(dtype, where, checkpoint.config)
     spec = spec_from_config(checkpoint.config)
     _check_tied(checkpoint, spec)
-    with _progress(len(checkpoint.tensors), f"loading {checkpoint.name}", progress) as advance:
+    with progress_bar(f"loading {checkpoint.name}", len(checkpoint.tensors), "tensors", progress) as advance:
         module = bind(spec, checkpoint.tensors, device=where, dtype=kind, progress=advance)
-    arguments: dict[str, Any] = {"chunk": CHUNK[where.type], "eos_ids": checkpoint.eos_ids} | engine
+    arguments: dict[str, Any] = {"chunk": CHUNK[where.type], "eos_ids": checkpoint.eos_ids, "progress": progress} | engine
     return LoadedModel(checkpoint.name, spec, Engine(spec, module, device=where, dtype=kind, **arguments), checkpoint, checkpoint.tokenizer)
 
 
@@ -142,13 +140,3 @@ def pick_dtype(dtype: str | torch.dtype | None, device: torch.device, config: Ma
     if name not in DTYPES:
         raise ValueError(f"dtype is {name!r}, expected one of {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-@contextlib.contextmanager
-def _progress(total: int, text: str, shown: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr, gone when done; nothing where stderr is no terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task(text, total=total)
-        yield lambda _name: bar.advance(task)

@@ -19,7 +19,7 @@ class StepPacker:
     """Packs one ragged step into the caller's int32 arrays (T tokens, B sequences, R rows with logits, W page-table width, P page size).
 
     ids, positions, slots `[T]` (slot = page * P + offset); q_starts `[B + 1]`; kv_lens `[B]` after the step; page_table `[B, W]` dense at
-    the step's width, unused entries 0 (the dummy page); logit_rows `[R]`, the last token of each sequence that wants logits.
+    the step's width, unused entries 0 (the dummy page); logit_rows `[R]`, the last `rows` tokens of each sequence.
     The arrays' sizes are the capacities: T_max, B_max + 1, B_max, B_max * W_max, R_max.
     Valid pages are 1 to pages - 1, valid tokens 0 to vocab - 1.
     """
@@ -67,9 +67,12 @@ class StepPacker:
         self._width = width
         self._tokens = self._sequences = self._rows = 0
 
-    def add(self, tokens: Ints, start: int, pages: Ints, wants_logits: bool) -> None:
-        """Append tokens at positions start, start + 1, ...; pages: the sequence's pages from position 0 on (more than needed is fine)."""
-        need = self._validate(require_ints(tokens), start, require_ints(pages), wants_logits)
+    def add(self, tokens: Ints, start: int, pages: Ints, rows: int) -> None:
+        """Append tokens at positions start, start + 1, ...; pages: the sequence's pages from position 0 on (more than needed is fine).
+
+        rows: how many of them, the last ones, want logits.
+        """
+        need = self._validate(require_ints(tokens), start, require_ints(pages), rows)
         ids, positions, slots, q_starts, kv_lens, page_table, logit_rows = self._arrays
         t, b, count = self._tokens, self._sequences, tokens.size
         at = np.arange(start, start + count, dtype=np.int32)
@@ -82,11 +85,10 @@ class StepPacker:
         self._tokens, self._sequences = t + count, b + 1
         kv_lens[b] = start + count
         q_starts[b + 1] = self._tokens
-        if wants_logits:
-            logit_rows[self._rows] = self._tokens - 1
-            self._rows += 1
+        logit_rows[self._rows : self._rows + rows] = np.arange(self._tokens - rows, self._tokens, dtype=np.int32)
+        self._rows += rows
 
-    def _validate(self, tokens: Ints, start: int, pages: Ints, wants_logits: bool) -> int:
+    def _validate(self, tokens: Ints, start: int, pages: Ints, rows: int) -> int:
         ids, _, _, _, kv_lens, page_table, logit_rows = self._arrays
         count, b, width = tokens.size, self._sequences, self._width
         _require(count >= 1, "tokens is empty, expected at least one")
@@ -97,7 +99,8 @@ class StepPacker:
         )
         _require(self._tokens + count <= ids.size, f"the step is full: {self._tokens} + {count} tokens, capacity {ids.size}")
         _require(b < kv_lens.size, f"the step is full: capacity {kv_lens.size} sequences")
-        _require(not wants_logits or self._rows < logit_rows.size, f"the step is full: capacity {logit_rows.size} rows with logits")
+        _require(0 <= rows <= count, f"rows is {rows}, expected 0 to the {count} tokens given")
+        _require(self._rows + rows <= logit_rows.size, f"the step is full: capacity {logit_rows.size} rows with logits")
         need = -(-(start + count) // self._page_size)
         _require(need <= width, f"{need} pages do not fit the width {width}")
         _require((b + 1) * width <= page_table.size, f"the page table is full: {b + 1} rows of {width}, capacity {page_table.size}")

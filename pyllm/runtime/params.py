@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from pyllm.runtime.refuse import refuse_unknown
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MAX_SAMPLES = 1024
+
+HINTS = {
+    "use_beam_search": "beam search is not served; n and best_of give several samples",
+    "beam_search_diversity_rate": "beam search is not served; n and best_of give several samples",
+    "length_penalty": "beam search is not served; n and best_of give several samples",
+    "early_stopping": "beam search is not served; n and best_of give several samples",
+    "guided_decoding": "constrained decoding is not served; a logits_processor can restrict tokens",
+    "lookahead_config": "speculative decoding is not served",
+    "embedding_bias": "use logit_bias={token: value}",
+    "no_repeat_ngram_size": "use a logits_processor",
+    "top_p_decay": "top_p is constant over a request",
+    "top_p_min": "top_p is constant over a request",
+    "top_p_reset_ids": "top_p is constant over a request",
+    "end_id": "the model's end tokens are those of its files; add stop_token_ids, or set ignore_eos=True",
+    "pad_id": "nothing is padded",
+    "return_context_logits": "use prompt_logprobs",
+    "return_generation_logits": "use logprobs",
+    "max_new_tokens": "use max_tokens",
+    "bad_words": "use bad",
+    "prompt_ignore_length": "the prompt counts for repetition_penalty alone",
+    "return_perf_metrics": "times are always there: RequestOutput.timing",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,19 +42,50 @@ class SamplingParams:
     top_k: keep the k likeliest (0: all). top_p: keep the smallest set that reaches p, in (0, 1].
     min_p: keep p >= min_p * p_max, in [0, 1].
     seed: the same seed gives the same text in any batch; None draws one when the request is admitted.
-    max_tokens: tokens to generate at most. stop_token_ids: also end after one of these. ignore_eos: go on past the model's own end tokens.
-    logprobs: None, or how many likeliest alternatives to report beside each token's own log-probability (0 to 20).
+    n: samples of one prompt. best_of: take the n likeliest of so many.
+    max_tokens: tokens to generate at most; min_tokens: no end token before so many.
+    stop: texts to end at, left out of the text unless include_stop_str_in_output. stop_token_ids: also end after one of these.
+    ignore_eos: go on past the model's own end tokens.
+    repetition_penalty (1: off), presence_penalty, frequency_penalty (0: off), logit_bias {token: added value}: see `shape.py`.
+    bad: texts, bad_token_ids: tokens that are never generated.
+    logits_processor: functions (token ids so far, logits [V] on the device) -> logits, or one; such requests run without overlap.
+    logprobs, prompt_logprobs: None, or how many likeliest alternatives to report beside each token's own log-probability (0 to 20).
+    add_special_tokens: around a prompt given as text. truncate_prompt_tokens: keep so many tokens of the prompt, the last ones.
+    detokenize: make text at all. skip_special_tokens: leave them out of the text.
     """
 
+    n: int = 1
+    best_of: int | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
     max_tokens: int = 32
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad: tuple[str, ...] = ()
+    bad_token_ids: tuple[int, ...] = ()
+    logits_processor: tuple[Callable, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+
+    bad_words: ClassVar[tuple[tuple[int, ...], ...]] = ()  # `bad` as token ids, put in by whoever has the tokenizer
+
+    def __new__(cls, *args: Any, **given: Any) -> SamplingParams:
+        refuse_unknown("SamplingParams", given, [f.name for f in fields(cls)], HINTS)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         shaped = any(v is not None for v in (self.top_k, self.top_p, self.min_p))
@@ -37,22 +93,71 @@ class SamplingParams:
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        object.__setattr__(self, "stop_token_ids", id_tuple("SamplingParams: stop_token_ids", self.stop_token_ids))
+        for name in ("stop_token_ids", "bad_token_ids"):
+            object.__setattr__(self, name, id_tuple(f"SamplingParams: {name}", getattr(self, name)))
+        for name in ("stop", "bad"):
+            object.__setattr__(self, name, self._texts(name))
+        object.__setattr__(self, "logit_bias", self._bias())
+        processors = self.logits_processor
+        object.__setattr__(self, "logits_processor", (processors,) if callable(processors) else tuple(processors or ()))
+        self._check()
+
+    def _check(self) -> None:
         self._real("temperature", "a finite number, 0 or more", lambda v: v >= 0)
         self._integer("top_k", 0, 2**31 - 1)
         self._real("top_p", "more than 0, at most 1", lambda v: 0 < v <= 1)
         self._real("min_p", "0 to 1", lambda v: 0 <= v <= 1)
-        if self.seed is not None:
-            self._integer("seed", 0, MAX_SEED)
+        self._real("repetition_penalty", "more than 0", lambda v: v > 0)
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._real(name, "a finite number", lambda v: True)
+        for name in ("seed", "truncate_prompt_tokens", "logprobs", "prompt_logprobs", "best_of"):
+            low, high = {"seed": (0, MAX_SEED), "truncate_prompt_tokens": (1, 2**31 - 1), "best_of": (1, MAX_SAMPLES)}.get(
+                name, (0, MAX_LOGPROBS)
+            )
+            if getattr(self, name) is not None:
+                self._integer(name, low, high)
+        self._integer("n", 1, MAX_SAMPLES)
         self._integer("max_tokens", 1, 2**31 - 1)
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"SamplingParams: ignore_eos is {self.ignore_eos!r}, expected True or False")
-        if self.logprobs is not None:
-            self._integer("logprobs", 0, MAX_LOGPROBS)
+        self._integer("min_tokens", 0, 2**31 - 1)
+        for name in ("ignore_eos", "include_stop_str_in_output", "add_special_tokens", "detokenize", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"SamplingParams: {name} is {getattr(self, name)!r}, expected True or False")
+        for processor in self.logits_processor:
+            if not callable(processor):
+                raise ValueError(f"SamplingParams: logits_processor holds {processor!r}, expected functions")
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"SamplingParams: min_tokens is {self.min_tokens}, expected at most max_tokens={self.max_tokens}")
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"SamplingParams: best_of is {self.best_of}, expected at least n={self.n}")
+        if self.samples > 1 and self.greedy:
+            raise ValueError(f"SamplingParams: n or best_of is {self.samples}, but greedy samples are all alike; set a temperature")
+        if self.stop and not self.detokenize:
+            raise ValueError("SamplingParams: stop needs the text, but detokenize is False; use stop_token_ids")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def samples(self) -> int:
+        return self.best_of or self.n
+
+    @property
+    def penalized(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def shaped(self) -> bool:
+        """Logits are changed before sampling."""
+        return bool(self.penalized or self.logit_bias or self.bad_token_ids or self.bad_words or self.min_tokens or self.logits_processor)
+
+    @property
+    def waits(self) -> bool:
+        """The next step depends on tokens that the host must know."""
+        return bool(self.logits_processor) or any(len(word) > 1 for word in self.bad_words)
 
     def _real(self, name, expected, allowed) -> None:
         value = getattr(self, name)
@@ -63,6 +168,25 @@ class SamplingParams:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise ValueError(f"SamplingParams: {name} is {value!r}, expected an integer from {low} to {high}")
+
+    def _texts(self, name: str) -> tuple[str, ...]:
+        value = getattr(self, name)
+        texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else () if value is None else (value,)
+        for text in texts:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"SamplingParams: {name} holds {text!r}, expected texts that are not empty")
+        return texts
+
+    def _bias(self) -> tuple[tuple[int, float], ...]:
+        value = self.logit_bias
+        pairs = tuple(value.items()) if isinstance(value, Mapping) else tuple(value or ())
+        for pair in pairs:
+            good = (
+                isinstance(pair, tuple) and len(pair) == 2 and not isinstance(pair[0], bool) and isinstance(pair[0], int) and pair[0] >= 0
+            )
+            if not good or isinstance(pair[1], bool) or not isinstance(pair[1], (int, float)) or math.isnan(pair[1]):
+                raise ValueError(f"SamplingParams: logit_bias holds {pair!r}, expected token ids with numbers")
+        return tuple((t, float(v)) for t, v in pairs)
 
 
 def id_tuple(where: str, ids: Any) -> tuple[int, ...]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pyllm.runtime.params import SamplingParams
+
+if TYPE_CHECKING:
+    from pyllm.runtime.text import TextOutput
 
 
 @dataclass(frozen=True)
@@ -25,23 +30,38 @@ class TokenLogprob:
 class Request:
     """The caller's view: `token_ids` grows by one per step, the token that ended it included; `finish_reason` is None while it runs, then
 
-    "stop" (`stop_reason`: the end token's id), "length" (max_tokens or the context is full), "abort", or "error" (`error` says what).
+    "stop" (`stop_reason`: the end token's id, or the stop string), "length" (max_tokens or the context is full), "abort", or "error"
+    (`error` says what). prompt_logprobs: one entry per prompt token, None for the first, which nothing predicts.
     """
 
     request_id: int
     prompt_token_ids: list[int]
     params: SamplingParams
+    index: int = 0  # which of n samples of one prompt
+    priority: int = 0
+    salt: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     error: str | None = None
+    cached_tokens: int = 0  # of the prompt, read from the prefix cache at the last admission
     timing: Timing = field(default_factory=lambda: Timing())
+    listener: Callable[[Request], None] | None = field(default=None, repr=False)  # called by the engine after each token, and at the end
+    text: TextOutput | None = field(default=None, repr=False)  # where stop strings are looked for
     # Kept by the engine.
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32), repr=False)  # prompt, then output; sized for both
-    computed: int = field(default=0, repr=False)  # tokens whose keys and values are in the cache
     pages: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32), repr=False)
+    keys: list[bytes] = field(default_factory=list, repr=False)  # of the full pages hashed so far
+    named: int = field(default=0, repr=False)  # pages that the prefix cache knows by these keys; -1: no further ones
     seed: int = field(default=0, repr=False)
+    row: int = field(default=-1, repr=False)
+    computed: int = field(default=0, repr=False)  # of `target`: tokens whose keys and values launched steps have put into the cache
+    target: int = field(default=0, repr=False)  # tokens that were known at admission: the first sample follows them
+    sampled: int = field(default=0, repr=False)  # samples launched; the last one may still be under way
+    ends: frozenset[int] = field(default=frozenset(), repr=False)
+    after: Request | None = field(default=None, repr=False)  # admitted once that one's prompt is in the prefix cache
 
     @property
     def finished(self) -> bool:
@@ -53,24 +73,43 @@ class Request:
         return len(self.prompt_token_ids) + len(self.token_ids)
 
     @property
+    def decoding(self) -> bool:
+        """All known tokens are in the cache, or on the way there: a step samples one more."""
+        return self.computed == self.target > 0
+
+    @property
+    def next_position(self) -> int:
+        """Position of the last token whose sampling was launched (or of the last known one): the next input."""
+        return len(self.prompt_token_ids) + self.sampled - 1
+
+    @property
+    def limit(self) -> int:
+        """Samples until the request is full."""
+        return len(self.tokens) - len(self.prompt_token_ids)
+
+    @property
     def text_token_ids(self) -> list[int]:
         """The output without the token that ended it, which is no part of the text."""
-        return self.token_ids[:-1] if self.finish_reason == "stop" else self.token_ids
+        return self.token_ids[:-1] if self.finish_reason == "stop" and isinstance(self.stop_reason, int) else self.token_ids
 
-    def append(self, token: int) -> None:
+    def append(self, token: int, now: float) -> None:
         self.tokens[self.length] = token
         self.token_ids.append(token)
+        self.timing.tokens.append(now)
 
 
 @dataclass
 class Timing:
-    """Seconds on `time.perf_counter`'s clock; 0 until it has happened."""
+    """Seconds on `time.perf_counter`'s clock; 0 until it has happened. tokens: when the host saw each."""
 
     submitted: float = field(default_factory=time.perf_counter)
     admitted: float = 0.0
-    first_token: float = 0.0
-    last_token: float = 0.0
+    tokens: list[float] = field(default_factory=list)
 
-    def token(self) -> None:
-        self.last_token = time.perf_counter()
-        self.first_token = self.first_token or self.last_token
+    @property
+    def first_token(self) -> float:
+        return self.tokens[0] if self.tokens else 0.0
+
+    @property
+    def last_token(self) -> float:
+        return self.tokens[-1] if self.tokens else 0.0

@@ -1,86 +1,190 @@
-"""What runs in the next step: first come, first served, nothing is ever evicted.
+"""What runs in the next step.
 
-A request is admitted when the pool can hold all it may ever need (prompt and max_tokens), so that no running request can get stuck. A step
-has one token of each request that is generating, and beside them up to `chunk` prompt tokens of the others: a long prompt is spread over
-several steps.
+A step has one token of each request that is generating, and beside them up to `chunk` prompt tokens of the others: a long prompt is spread
+over several steps, so it never holds up those that generate. Requests wait in the order of their priority, then of their arrival.
+
+Reserving (GUARANTEED_NO_EVICT): a request is admitted when the pool can hold all that it may ever need, so none gets stuck.
+Not reserving (MAX_UTILIZATION): it is admitted when its known tokens fit, and gets pages as it grows. When none is left, the request that
+would be admitted last gives back its pages and waits again; its tokens are computed anew as a prompt, what the prefix cache kept excepted.
 """
 
 from __future__ import annotations
 
+import bisect
 import secrets
 import time
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from pyllm.runtime.keys import extend_keys, root_key
 from pyllm.runtime.params import MAX_SEED
 from pyllm.runtime.request import Request
 
 if TYPE_CHECKING:
     from pyllm.runtime.host import BlockPool
+    from pyllm.runtime.rows import Rows
+
+
+LOGIT_ROWS = 512  # tokens of a chunk whose logits are all wanted: 131 MB in bf16 with 128k tokens in the vocabulary
 
 
 @dataclass(frozen=True)
-class Work:
-    """One sequence's share of a step: tokens start .. start + count of the request."""
+class Chunk:
+    """Tokens start .. start + count of a request that is not generating yet."""
 
     request: Request
     start: int
     count: int
 
     @property
-    def wants_logits(self) -> bool:
-        """True for the part that reaches the last known token: only then is a token sampled."""
-        return self.start + self.count == self.request.length
+    def last(self) -> bool:
+        """It reaches the last known token: only then is a token sampled."""
+        return self.start + self.count == self.request.target
+
+
+@dataclass(frozen=True)
+class Plan:
+    """decodes: in the order of their rows."""
+
+    decodes: list[Request]
+    chunks: list[Chunk]
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return -request.priority, request.request_id
 
 
 class Scheduler:
-    """Queues, page reservations and the choice of work; knows nothing of tensors."""
+    """Queues, pages, rows and the choice of work; knows nothing of tensors."""
 
-    def __init__(self, pool: BlockPool, *, page_size: int, max_batch: int, chunk: int) -> None:
-        self.pool, self.page_size, self.max_batch, self.chunk = pool, page_size, max_batch, chunk
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+    def __init__(
+        self, pool: BlockPool, rows: Rows, *, page_size: int, max_batch: int, chunk: int, reserve: bool = True, reuse: bool = True
+    ) -> None:
+        self.pool, self.rows = pool, rows
+        self.page_size, self.max_batch, self.chunk = page_size, max_batch, chunk
+        self.reserve, self.reuse = reserve, reuse
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []  # in order of admission
+        self.preemptions = 0
 
     def pages_needed(self, request: Request) -> int:
         """The last token that a request may generate is never an input, so it needs no place in the cache."""
         return -(-(len(request.tokens) - 1) // self.page_size)
 
-    def schedule(self) -> list[Work]:
-        """The work of the next step: generating requests first (one block for the decode kernel), then prompts in order of arrival."""
+    def enqueue(self, request: Request) -> None:
+        bisect.insort(self.waiting, request, key=_order)
+
+    def schedule(self) -> Plan | None:
+        """The work of the next step; None when there is nothing to launch."""
+        self.rows.compact()
+        if not self.reserve:
+            self._grow()
         self._admit()
-        decodes = [Work(r, r.computed, 1) for r in self.running if r.token_ids]
-        prompts, budget = [], self.chunk
+        decodes = [r for r in self.rows.requests[: self.rows.top] if r is not None and r.decoding]
+        chunks, budget = [], self.chunk
         for request in self.running:
-            count = min(len(request.prompt_token_ids) - request.computed, budget)
-            if not request.token_ids and count > 0:
-                prompts.append(Work(request, request.computed, count))
+            if budget and request.computed < request.target:
+                count = min(request.target - request.computed, budget)
+                if request.params.prompt_logprobs is not None:
+                    count = min(count, LOGIT_ROWS)
+                chunks.append(Chunk(request, request.computed, count))
                 budget -= count
-        return decodes + prompts
+        return Plan(decodes, chunks) if decodes or chunks else None
+
+    def launched(self, plan: Plan) -> None:
+        """The step is on its way: count it, name the pages it fills, free the rows of those that need no further one."""
+        for chunk in plan.chunks:
+            chunk.request.computed += chunk.count
+            self.name_pages(chunk.request, chunk.request.computed)
+        for request in (*plan.decodes, *(c.request for c in plan.chunks if c.last)):
+            request.sampled += 1
+            if request.sampled == request.limit:
+                self.rows.clear(request)
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.max_batch:
+        while self.waiting and self.rows.count < self.max_batch:
             request = self.waiting[0]
-            need = self.pages_needed(request)
-            if need > self.pool.available:
+            if request.sampled != len(request.token_ids):
+                return  # preempted a moment ago: its last token is still under way
+            if request.after is not None and not (request.after.decoding or request.after.finished):
                 return
-            request.pages = self.pool.allocate(need)
-            request.seed = secrets.randbelow(MAX_SEED + 1) if request.params.seed is None else request.params.seed
-            request.timing.admitted = time.perf_counter()
-            self.running.append(self.waiting.popleft())
+            if not self._take_pages(request):
+                return
+            if not request.timing.admitted:
+                request.seed = secrets.randbelow(MAX_SEED + 1) if request.params.seed is None else request.params.seed
+                request.timing.admitted = time.perf_counter()
+            self.rows.assign(request)
+            self.running.append(self.waiting.pop(0))
+
+    def _take_pages(self, request: Request) -> bool:
+        """Pages for all that the request may need, or (not reserving) for its known tokens and the next; known prefixes from the cache."""
+        target = request.length
+        need = self.pages_needed(request)
+        need = need if self.reserve else min(need, target // self.page_size + 1)
+        found = self.pool.allocate(0)
+        if self.reuse and request.params.prompt_logprobs is None:
+            full = (target - 1) // self.page_size  # the last known token is computed in any case: its logits are wanted
+            extend_keys(request.keys, root_key(request.salt), request.tokens, full, self.page_size)
+            found = self.pool.match(b"".join(request.keys[:full]))
+        if need - len(found) > self.pool.available:
+            self.pool.free(found)
+            return False
+        fresh = self.pool.allocate(need - len(found))
+        request.pages = found if not len(fresh) else fresh if not len(found) else np.concatenate([found, fresh])
+        request.target, request.computed, request.named = target, len(found) * self.page_size, len(found)
+        request.cached_tokens = request.computed
+        return True
+
+    def _grow(self) -> None:
+        """A page for each generating request whose next token begins one; the last in order give way."""
+        for request in sorted(self.running, key=_order):
+            if request.row < 0 or not request.decoding or request.next_position < len(request.pages) * self.page_size:
+                continue
+            while self.pool.available == 0 and request.row >= 0:
+                self._preempt(max((r for r in self.running if r.row >= 0), key=_order))
+            if request.row >= 0:
+                request.pages = np.concatenate([request.pages, self.pool.allocate(1)])
+                self.rows.changed(request)
+
+    def _preempt(self, request: Request) -> None:
+        self.preemptions += 1
+        self._drop(request)
+        request.computed = request.target = 0
+        self.enqueue(request)
+
+    def name_pages(self, request: Request, stored: int) -> None:
+        """Let the prefix cache know the full pages among the first `stored` tokens, which the host must know."""
+        full = stored // self.page_size
+        if self.reuse and 0 <= request.named < full:
+            extend_keys(request.keys, root_key(request.salt), request.tokens, full, self.page_size)
+            new = full - request.named
+            known = self.pool.cache(b"".join(request.keys[request.named : full]), request.pages[request.named : full])
+            request.named = full if known == new else -1
 
     def knows(self, request: Request) -> bool:
         return request in self.running or request in self.waiting
 
     def release(self, request: Request) -> None:
-        """Forget a request, wherever it is, and give its pages back."""
+        """Forget a request, wherever it is, and give its pages back.
+
+        Steps under way may still write to them. That is safe: whoever gets the pages next writes in a later step of the same stream.
+        """
         if request in self.running:
-            self.running.remove(request)
-            self.pool.free(request.pages)
-            request.pages = request.pages[:0]
+            self._drop(request)
         else:
             self.waiting.remove(request)
         if not self.running:
             self.pool.check()
             if self.pool.used:
                 raise RuntimeError(f"Scheduler: {self.pool.used} pages are held although nothing runs")
+
+    def _drop(self, request: Request) -> None:
+        stored = request.next_position if request.decoding else request.computed
+        self.name_pages(request, min(stored, request.length))
+        if request.row >= 0:
+            self.rows.clear(request)
+        self.running.remove(request)
+        self.pool.free(request.pages)
+        request.pages = request.pages[:0]

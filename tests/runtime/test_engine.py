@@ -33,7 +33,7 @@ def assert_idle(engine: Engine) -> None:
     assert not engine.has_work
     engine.pool.check()
     assert engine.pool.used == 0
-    assert engine.pool.available == engine.pool.total
+    assert engine.pool.free_pages + engine.pool.cached == engine.pool.available == engine.pool.total
 
 
 EDGES = [1, 2, 15, 16, 17, 31, 32, 33, 48, 60]
@@ -49,18 +49,32 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=60)
-@given(
-    requests=REQUESTS, pages=st.sampled_from([9, 12, 40]), max_batch=st.sampled_from([1, 2, 5]), chunk=st.sampled_from([1, 7, 16, 33, 200])
+OPTIONS = st.fixed_dictionaries(
+    {
+        "pages": st.sampled_from([9, 12, 40]),
+        "max_batch": st.sampled_from([1, 2, 5]),
+        "chunk": st.sampled_from([1, 7, 16, 33, 200]),
+        "overlap": st.booleans(),
+        "reserve": st.booleans(),
+        "reuse": st.booleans(),
+        "padded": st.booleans(),  # decode steps as CUDA graphs would run them
+    }
 )
-def test_any_schedule_gives_each_request_its_own_tokens(requests, pages, max_batch, chunk) -> None:
+
+
+@settings(max_examples=150)
+@given(requests=REQUESTS, options=OPTIONS, alike=st.booleans())
+def test_any_schedule_gives_each_request_its_own_tokens(requests, options, alike) -> None:
+    """alike: prompts are beginnings of one text, so that they share pages where `reuse` is on."""
     model = FakeModel()
-    engine = make(model, pages=pages, max_batch=max_batch, chunk=chunk)
-    live, aborts, rng = [], {}, np.random.default_rng(sum(n for n, *_ in requests))
+    padded, rng = options.pop("padded"), np.random.default_rng(sum(n for n, *_ in requests))
+    engine = make(model, **options, graph_sizes=[s for s in (2, 5) if s <= options["max_batch"]] if padded else [])
+    live, aborts, text = [], {}, rng.integers(0, NAN_TOKEN - 1, 100).tolist()
     for step in range(10_000):
         for n, max_tokens, at, abort_after in requests:
             if at == step:
-                r = engine.submit(rng.integers(0, NAN_TOKEN - 1, n).tolist(), SamplingParams(max_tokens=max_tokens))
+                prompt = text[:n] if alike else rng.integers(0, NAN_TOKEN - 1, n).tolist()
+                r = engine.submit(prompt, SamplingParams(max_tokens=max_tokens), priority=max_tokens % 3)
                 live.append(r)
                 if abort_after is not None:
                     aborts.setdefault(step + abort_after, []).append(r)
@@ -68,7 +82,7 @@ def test_any_schedule_gives_each_request_its_own_tokens(requests, pages, max_bat
             engine.abort(r)
         moved = engine.step()
         assert all(r.token_ids for r in moved)
-        assert engine.pool.available + engine.pool.used == engine.pool.total
+        assert engine.pool.free_pages + engine.pool.cached + engine.pool.used == engine.pool.total
         if step > 12 and not engine.has_work:
             break
     assert len(live) == len(requests)
@@ -76,7 +90,9 @@ def test_any_schedule_gives_each_request_its_own_tokens(requests, pages, max_bat
         want = expected(r.prompt_token_ids, r.params.max_tokens, engine.spec.max_positions)
         assert r.token_ids == (want if r.finish_reason == "length" else want[: len(r.token_ids)])
         assert r.finish_reason in ("length", "abort")
-    assert all(t <= max_batch + chunk and b <= max_batch for t, b, _ in model.steps)
+    most = options["max_batch"]
+    assert all(t <= most + options["chunk"] and b <= most for t, b, _ in model.steps)
+    assert not (options["reserve"] and engine.preemptions)
     assert_idle(engine)
 
 

@@ -77,7 +77,7 @@ def test_leaving_a_stream_early_aborts_it_and_others_go_on() -> None:
 
 def test_an_error_while_running() -> None:
     model = speaking([1])
-    model.engine.module = lambda b: torch.full((len(b.logit_rows), VOCAB), torch.nan)
+    model.engine._runner._module = lambda b: torch.full((len(b.logit_rows), VOCAB), torch.nan)
     with pytest.raises(RuntimeError, match="hold no finite number or a NaN"):
         list(stream(model, PROMPT))
     done = generate(model, [PROMPT, PROMPT])

@@ -40,7 +40,7 @@ def steps(draw):
             break
         pages, free = free[:held], free[held:]
         tokens = draw(st.lists(st.integers(0, 999), min_size=count, max_size=count))
-        sequences.append((tokens, start, pages, draw(st.booleans())))
+        sequences.append((tokens, start, pages, draw(st.sampled_from([0, 1, len(tokens)]))))
     width = max((-(-(s + len(t)) // page_size) for t, s, _, _ in sequences), default=0) + draw(st.integers(0, 1))
     return page_size, width, sequences
 
@@ -58,8 +58,7 @@ def model(page_size, width, sequences):
         out["kv_lens"].append(end)
         row = [pages[j] if j * page_size < end else 0 for j in range(min(width, len(pages)))]
         out["page_table"] += row + [0] * (width - len(row))
-        if wants:
-            out["logit_rows"].append(len(out["ids"]) - 1)
+        out["logit_rows"] += range(len(out["ids"]) - wants, len(out["ids"]))
     return out
 
 
@@ -67,7 +66,7 @@ def model(page_size, width, sequences):
 @settings(max_examples=150, deadline=None)
 @given(first=steps(), second=steps())
 def test_packs_what_the_model_says_and_nothing_else(twin, first, second) -> None:
-    packer, buffers = make(twin, t=200, w=64, page_size=first[0])
+    packer, buffers = make(twin, t=200, w=64, r=200, page_size=first[0])
     for step in (first, (first[0], *second[1:])) if second[0] == first[0] else (first,):
         for array in buffers.values():
             array[:] = POISON
@@ -94,6 +93,8 @@ ERRORS = [
     ({"pages": [0, 1]}, "page 0 is outside 1 to 9"),
     ({"pages": [1, 10], "start": 4}, "page 10 is outside 1 to 9"),
     ({"pages": []}, "need more than the 0 pages given"),
+    ({"rows": 2}, "rows is 2, expected 0 to the 1 tokens given"),
+    ({"rows": -1}, "rows is -1, expected 0 to the 1 tokens given"),
 ]
 
 
@@ -102,16 +103,16 @@ ERRORS = [
 def test_a_refused_sequence_leaves_the_step_as_it_was(twin, change, text) -> None:
     packer, buffers = make(twin, t=15, b=3, w=2, r=2, pages=10, vocab=50)
     packer.begin(2)
-    packer.add(ints([1, 2, 3]), 0, ints([5]), True)
+    packer.add(ints([1, 2, 3]), 0, ints([5]), 1)
     before = {n: a.copy() for n, a in buffers.items()}
-    args = {"tokens": [7], "start": 0, "pages": [1, 2], "wants_logits": True} | change
+    args = {"tokens": [7], "start": 0, "pages": [1, 2], "rows": 1} | change
     with pytest.raises(ValueError) as caught:
-        packer.add(ints(args["tokens"]), args["start"], ints(args["pages"]), args["wants_logits"])
+        packer.add(ints(args["tokens"]), args["start"], ints(args["pages"]), args["rows"])
     assert str(caught.value).startswith("StepPacker: ")
     assert text in str(caught.value)
     assert all((buffers[n] == before[n]).all() for n in NAMES)
     assert packer.tokens == 3
-    packer.add(ints([9]), 3, ints([5]), False)
+    packer.add(ints([9]), 3, ints([5]), 0)
     assert (packer.tokens, packer.sequences, packer.rows) == (4, 2, 1)
 
 
@@ -129,9 +130,9 @@ def test_capacities(twin, sizes, width, fits, text) -> None:
     packer, _ = make(twin, **sizes)
     packer.begin(width)
     for _ in range(fits):
-        packer.add(ints([1]), 0, ints([1]), True)
+        packer.add(ints([1]), 0, ints([1]), 1)
     with pytest.raises(ValueError, match=text):
-        packer.add(ints([1]), 0, ints([1]), True)
+        packer.add(ints([1]), 0, ints([1]), 1)
 
 
 @pytest.mark.parametrize("twin", TWINS)
@@ -157,12 +158,12 @@ def test_bad_construction_and_types(twin) -> None:
     packer.begin(4)
     for tokens in ([1], np.array([1]), ints([1, 2, 3])[::2], ints([1])[None]):
         with pytest.raises(TypeError):
-            packer.add(tokens, 0, ints([1]), True)
+            packer.add(tokens, 0, ints([1]), 1)
 
 
 @pytest.mark.parametrize("twin", TWINS)
 def test_the_packer_keeps_its_arrays_alive(twin) -> None:
     packer = make(twin)[0]
     packer.begin(1)
-    packer.add(ints([1, 2]), 0, ints([1]), True)
+    packer.add(ints([1, 2]), 0, ints([1]), 1)
     assert packer.tokens == 2

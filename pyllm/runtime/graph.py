@@ -1,0 +1,57 @@
+"""CUDA graphs of decode steps, one per batch size: a step of a small model is a few hundred kernels of a few microseconds, which Python
+cannot launch as fast as the GPU runs them. Replayed, they cost one launch.
+
+Everything a step reads lives in tensors that stay where they are (`Rows`, the KV pool, the weights), so lengths, pages and tokens may
+change between replays. A step with fewer rows than the graph runs idle rows, which touch the dummy page alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pyllm.runtime.progress import progress_bar
+
+MAX_SIZE = 1024  # larger steps take long enough for Python to stay ahead
+
+
+def graph_sizes(max_batch: int) -> list[int]:
+    """1, 2, 4, then steps that pad by at most an eighth or so of the rows: 8 to 256 by 8, to 512 by 16, to 1024 by 32."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, MAX_SIZE + 1, 32)]
+    top = min(max_batch, MAX_SIZE)
+    return [s for s in sizes if s < top] + [top]
+
+
+class Graphs:
+    """`run(kind, n)`: the output of `kinds[kind](n)`, through a graph where one was captured."""
+
+    def __init__(self, kinds: dict[str, Callable[[int], Tensor]], device: torch.device) -> None:
+        self._kinds, self._device = kinds, device
+        self._graphs: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def capture(self, sizes: Sequence[int], progress: bool) -> None:
+        """Capture all kinds at all sizes, the largest first, so that the smaller ones find room in the memory it left."""
+        pool = torch.cuda.graph_pool_handle()
+        with progress_bar("capturing CUDA graphs", len(sizes) * len(self._kinds), "graphs", progress) as advance, torch.inference_mode():
+            stream = torch.cuda.Stream(self._device)
+            for n in sorted(sizes, reverse=True):
+                for kind, step in self._kinds.items():
+                    stream.wait_stream(torch.cuda.current_stream(self._device))
+                    with torch.cuda.stream(stream):
+                        step(n)  # what is set up on a first call must not be captured
+                    torch.cuda.current_stream(self._device).wait_stream(stream)
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, pool=pool, stream=stream):
+                        out = step(n)
+                    self._graphs[kind, n] = graph, out
+                    advance()
+        torch.cuda.synchronize(self._device)
+
+    def run(self, kind: str, n: int) -> Tensor:
+        found = self._graphs.get((kind, n))
+        if found is None:
+            return self._kinds[kind](n)
+        found[0].replay()
+        return found[1]

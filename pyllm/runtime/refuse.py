@@ -1,0 +1,21 @@
+"""Arguments that are not served: an error that says what to use, never silence."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def refuse_unknown(owner: str, given: Mapping[str, Any], known: Iterable[str], hints: Mapping[str, str]) -> None:
+    """TypeError for the first argument that `owner` does not take: with its hint, or the name that it may have meant."""
+    names = list(known)
+    for name in given:
+        if name in names:
+            continue
+        if name in hints:
+            raise TypeError(f"{owner}: {name} is not supported: {hints[name]}")
+        near = difflib.get_close_matches(name, names, 1)
+        raise TypeError(
+            f"{owner}: there is no argument {name}" + (f"; did you mean {near[0]}?" if near else f", expected {', '.join(names)}")
+        )

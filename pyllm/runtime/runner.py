@@ -1,0 +1,127 @@
+"""Launches steps on the device and returns without waiting for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pyllm.ops.sampling import sample_tokens
+from pyllm.runtime.batch import Batch
+from pyllm.runtime.graph import Graphs
+from pyllm.runtime.kv import KvPool
+from pyllm.runtime.request import Request
+from pyllm.runtime.rows import Rows
+from pyllm.runtime.sample import Logprobs, Traits, to_host
+from pyllm.runtime.schedule import Plan
+from pyllm.runtime.shape import Shaper
+from pyllm.runtime.step import StepBuffers
+
+
+@dataclass
+class Flight:
+    """A launched step: what the host reads of it later. requests: who sampled tokens[i]; None: an idle row."""
+
+    requests: Sequence[Request | None]
+    tokens: Tensor | None
+    logprobs: tuple[list[Request], Logprobs] | None = None
+    prompt_logprobs: list[tuple[Request, int, Logprobs]] = field(default_factory=list)
+    done: torch.cuda.Event | None = None
+
+    def wait(self) -> list[int]:
+        if self.done is not None:
+            self.done.synchronize()
+        return [] if self.tokens is None else self.tokens.tolist()
+
+
+class Runner:
+    """module(batch) -> logits `[R, V]`. sizes: decode steps are padded to the next of these, where there is one; [] pads none."""
+
+    def __init__(
+        self, module: Callable[[Batch], Tensor], kv: KvPool, rows: Rows, buffers: StepBuffers, shaper: Shaper, sizes: Sequence[int]
+    ) -> None:
+        self._module, self._kv, self.rows, self._buffers, self._shaper = module, kv, rows, buffers, shaper
+        self.sizes = sorted(sizes)
+        self.graphs = Graphs({"tokens": self._tokens, "logits": self._logits}, kv.device)
+        self._traits, self._version = Traits(), -1
+
+    @property
+    def traits(self) -> Traits:
+        """Of all requests that hold a row."""
+        if self._version != self.rows.version:
+            self._traits = Traits.of([r for r in self.rows.requests[: self.rows.top] if r is not None])
+            self._version = self.rows.version
+        return self._traits
+
+    def launch(self, plan: Plan) -> Flight:
+        with torch.inference_mode():
+            self._shaper.move(self.rows.flush())
+            flight = self._mixed(plan) if plan.chunks else self._decode()
+            if self._kv.device.type == "cuda":
+                flight.done = torch.cuda.Event()
+                flight.done.record(torch.cuda.current_stream(self._kv.device))
+            return flight
+
+    def _logits(self, n: int) -> Tensor:
+        logits = self._module(self.rows.batch(n, self._kv.caches))
+        if logits.shape[0] != n:
+            raise RuntimeError(f"Engine: the model gave {logits.shape[0]} rows of logits, expected {n}")
+        return logits
+
+    def _tokens(self, n: int) -> Tensor:
+        """A whole greedy step: this is what a graph replays."""
+        tokens = sample_tokens(self._logits(n))
+        self.rows.advance(n, tokens)
+        return tokens
+
+    def _decode(self) -> Flight:
+        top, traits = self.rows.top, self.traits
+        n = next((s for s in self.sizes if s >= top), top)
+        requests = self.rows.requests[:top]
+        if traits.plain:
+            return Flight(requests, to_host(self.graphs.run("tokens", n)[:top]))
+        logits = self.graphs.run("logits", n)
+        padded = [*requests, *[None] * (n - top)]
+        tokens = traits.sample(self._shaper.shape(logits, padded) if traits.shaped else logits, self.rows.sampling(n))
+        self.rows.advance(n, tokens)
+        if traits.shaped:
+            self._shaper.count(torch.arange(top, device=tokens.device), tokens[:top])
+        return Flight(requests, to_host(tokens[:top]), self._logprobs(logits, tokens, requests))
+
+    def _mixed(self, plan: Plan) -> Flight:
+        """Prompt tokens beside decodes: packed by the host, never a graph."""
+        step = self._buffers.pack(plan, self.rows, self._kv.caches)
+        logits, traits = self._module(step.batch), self.traits
+        wanted = len(step.batch.logit_rows) if step.batch.logit_rows is not None else 0
+        if logits.shape[0] != wanted:
+            raise RuntimeError(f"Engine: the model gave {logits.shape[0]} rows of logits, expected {wanted}")
+        prompt_logprobs = [_prompt_logprobs(logits, *where) for where in step.prompt_rows]
+        if not step.requests:
+            return Flight([], None, prompt_logprobs=prompt_logprobs)
+        logits = logits if step.sample_at is None else logits[step.sample_at]
+        for chunk in plan.chunks:
+            if chunk.last:
+                self._shaper.admit(chunk.request)
+        arguments = {} if traits.greedy else self.rows.sampling(step.rows)
+        tokens = traits.sample(self._shaper.shape(logits, step.requests) if traits.shaped else logits, arguments)
+        self.rows.advance_some(step.rows, tokens)
+        if traits.shaped:
+            self._shaper.count(step.rows, tokens)
+        return Flight(step.requests, to_host(tokens), self._logprobs(logits, tokens, step.requests), prompt_logprobs)
+
+    def _logprobs(self, logits: Tensor, tokens: Tensor, requests: Sequence[Request | None]) -> tuple[list[Request], Logprobs] | None:
+        asked = [(i, r, r.params.logprobs) for i, r in enumerate(requests) if r is not None and r.params.logprobs is not None]
+        if not asked:
+            return None
+        rows, owners, tops = zip(*asked, strict=True)
+        return list(owners), Logprobs.start(logits, tokens, rows, tops)
+
+
+def _prompt_logprobs(logits: Tensor, request: Request, start: int, first: int, count: int) -> tuple[Request, int, Logprobs]:
+    """Logits at positions start .. start + count predict the tokens one further on; only the prompt's are reported."""
+    count = min(count, len(request.prompt_token_ids) - 1 - start)
+    targets = torch.from_numpy(request.tokens[start + 1 : start + 1 + count].copy()).to(logits.device)
+    top = request.params.prompt_logprobs or 0
+    return request, start + 1, Logprobs.start(logits[first : first + count], targets, range(count), [top] * count)

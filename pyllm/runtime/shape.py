@@ -1,0 +1,94 @@
+"""Changes to logits before a token is chosen, for the rows whose requests ask: penalties, logit_bias, bad words, min_tokens, processors.
+
+They apply in that order, to fp32 logits. With c the number of times a token was generated, and "seen" a token of prompt or output:
+  repetition: seen logits are divided by it where positive, else multiplied (transformers' rule);
+  presence and frequency: logit -= presence * (c > 0) + frequency * c (OpenAI's rule: the prompt does not count).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyllm.runtime.request import Request
+
+_BANNED = float("-inf")
+
+
+class Shaper:
+    """Counts of tokens, by row, once a request with penalties has come; else nothing is kept."""
+
+    def __init__(self, *, max_batch: int, vocab: int, device: torch.device) -> None:
+        self._size, self._device = (max_batch, vocab), device
+        self._counts: Tensor | None = None  # [S, V] int32: of generated tokens
+        self._prompt: Tensor | None = None  # [S, V] bool: tokens of the prompt
+
+    def admit(self, request: Request) -> None:
+        """Start the request's row; a request that was preempted brings its tokens along."""
+        if not request.params.penalized:
+            return
+        if self._counts is None or self._prompt is None:
+            self._counts = torch.zeros(self._size, dtype=torch.int32, device=self._device)
+            self._prompt = torch.zeros(self._size, dtype=torch.bool, device=self._device)
+        vocab = self._size[1]
+        self._counts[request.row] = torch.from_numpy(np.bincount(request.token_ids, minlength=vocab).astype(np.int32))
+        self._prompt[request.row] = torch.from_numpy(np.bincount(request.prompt_token_ids, minlength=vocab) > 0)
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        for t in (self._counts, self._prompt):
+            if t is not None and moves:
+                source, target = torch.tensor(moves, device=self._device).unbind(1)
+                t[target] = t[source]
+
+    def count(self, rows: Tensor, tokens: Tensor) -> None:
+        """These rows (int64) have sampled these tokens."""
+        if self._counts is not None:
+            at = rows * self._size[1] + tokens.clamp_min(0)
+            self._counts.view(-1).index_add_(0, at, torch.ones_like(at, dtype=torch.int32))
+
+    def shape(self, logits: Tensor, requests: Sequence[Request | None]) -> Tensor:
+        """fp32 logits, row i changed as requests[i] asks."""
+        logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
+        active = [(i, r) for i, r in enumerate(requests) if r is not None and r.params.shaped]
+        self._penalize(logits, [(i, r) for i, r in active if r.params.penalized])
+        biased = [(i, t, v) for i, r in active for t, v in r.params.logit_bias]
+        if biased:
+            rows, ids, values = zip(*biased, strict=True)
+            at = (torch.tensor(rows, device=logits.device), torch.tensor(ids, device=logits.device))
+            logits.index_put_(at, torch.tensor(values, dtype=torch.float32, device=logits.device), accumulate=True)
+        banned = [(i, t) for i, r in active for t in _banned(r)]
+        if banned:
+            logits[tuple(torch.tensor(banned, device=logits.device).unbind(1))] = _BANNED
+        for i, r in active:
+            for processor in r.params.logits_processor:
+                row = processor(r.tokens[: r.length].tolist(), logits[i])
+                if not isinstance(row, Tensor) or row.shape != logits[i].shape:
+                    raise ValueError(f"logits_processor: {processor!r} returned {row!r:.60}, expected logits of shape [{logits.shape[1]}]")
+                logits[i] = row
+        return logits
+
+    def _penalize(self, logits: Tensor, active: Sequence[tuple[int, Request]]) -> None:
+        if not active:
+            return
+        assert self._counts is not None and self._prompt is not None
+        i, rows = torch.tensor([(i, r.row) for i, r in active], device=logits.device).unbind(1)
+        each = [(r.params.repetition_penalty, r.params.presence_penalty, r.params.frequency_penalty) for _, r in active]
+        repetition, presence, frequency = torch.tensor(each, dtype=torch.float32, device=logits.device)[:, :, None].unbind(1)
+        x, counts = logits[i], self._counts[rows]
+        seen = self._prompt[rows] | (counts > 0)
+        x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+        logits[i] = x - presence * (counts > 0) - frequency * counts
+
+
+def _banned(request: Request) -> list[int]:
+    """Tokens that would complete a bad word, and the end tokens while min_tokens are not reached."""
+    p = request.params
+    out = list(request.ends) if request.sampled < p.min_tokens else []
+    for word in (*((t,) for t in p.bad_token_ids), *p.bad_words):
+        head = word[:-1]
+        if not head or (len(head) <= request.length and request.tokens[request.length - len(head) : request.length].tolist() == list(head)):
+            out.append(word[-1])
+    return out
