@@ -98,6 +98,11 @@ class AttentionVariant:
             raise ValueError(f"AttentionVariant {self.name}: reference is {self.reference!r}, expected a function")
         object.__setattr__(self, "number", _KNOWN.setdefault(self, len(_KNOWN)))
 
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Names of the tensors that each call brings."""
+        return tuple(p.name for p in self.params if isinstance(p.value, str))
+
     def tensors(self, given: Mapping[str, Tensor] | None) -> list[Tensor]:
         """The tensors that a call brings, in the order of params. Raises where names, dtypes or layout are not those of params."""
         given = dict(given or {})

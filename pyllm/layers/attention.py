@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyllm import ops
+from pyllm.jit.variant import AttentionVariant
 from pyllm.layers.linear import Linear
 from pyllm.layers.norm import Normed, RMSNorm
 from pyllm.layers.rope import Rope
@@ -35,6 +36,7 @@ class Attn(Spec):
     keys, itself included.
     scale: of q k^T; None: head_dim ** -0.5. sinks: one learned logit per head in the softmax's denominator.
     names: q, k, v, o; one name for q, k and v is one fused tensor. qkv_transform, o_transform: how the checkpoint stores them (`Linear`).
+    variant: a score modification or mask of your own (`pyllm.jit`); tensors that it asks for are `Batch.tensors`.
     """
 
     at: str
@@ -56,6 +58,7 @@ class Attn(Spec):
     names: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
     qkv_transform: Transform | None = None
     o_transform: Transform | None = None
+    variant: AttentionVariant | None = None
 
     partial = True
     reads_normed = True
@@ -78,6 +81,8 @@ class Attn(Spec):
         if self.qk_norm and self.qk_norm.d != want:
             expected = f"heads * head_dim={want}" if self.whole_norm else f"head_dim={want}"
             raise ValueError(f"Attn {self.at}: qk_norm.d is {self.qk_norm.d}, expected {expected}")
+        if self.variant is not None and not isinstance(self.variant, AttentionVariant):
+            raise ValueError(f"Attn {self.at}: variant is a {type(self.variant).__name__}, expected an AttentionVariant")
         if self.window is not None and self.window < 1:
             raise ValueError(f"Attn {self.at}: window is {self.window}, expected None or at least 1")
 
@@ -111,6 +116,8 @@ class Attn(Spec):
         if self.whole_norm:
             self.norm_rows(m, qkv, b)
         q = (self.project if m.fuse else self.project_unfused)(m, qkv, cache, b)
+        if self.variant:
+            return m.o(self.attend_variant(self.variant, m, q, cache, b).flatten(1))
         o, _ = ops.paged_attention(
             q,
             cache.k,
@@ -127,6 +134,25 @@ class Attn(Spec):
             max_q=b.max_q,
         )
         return m.o(o.flatten(1))
+
+    def attend_variant(self, variant: AttentionVariant, m: Any, q: Tensor, cache: KvCache, b: Batch) -> Tensor:
+        o, _ = ops.variant_attention(
+            q,
+            cache.k,
+            cache.v,
+            b.q_starts,
+            variant,
+            page_table=b.page_table,
+            kv_lens=b.kv_lens,
+            scale=self.softmax_scale,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=m.sinks if self.sinks else None,
+            max_q=b.max_q,
+            tensors={name: t for name, t in b.tensors.items() if name in variant.asked},
+            first_head=m.rank * q.shape[1],
+        )
+        return o
 
     @property
     def head_norm(self) -> bool:

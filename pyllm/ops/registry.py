@@ -24,7 +24,8 @@ class OpInfo:
     schema: str
     stem: str  # "fused/act_mul": csrc/fused/act_mul.cu, tests/fused/test_act_mul.py, bench/fused/bench_act_mul.py
     public: str  # the documented Python function, "pyllm.ops.fused.act_mul"
-    composition: bool  # True: CUDA runs a torch composition, no kernel of our own yet
+    composition: bool  # True: Python serves CUDA, with a torch composition or a kernel compiled at run time
+    kernel: str = ""  # what explain() calls the latter
 
 
 def define(
@@ -35,12 +36,13 @@ def define(
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     composition: Callable[..., Any] | None = None,
+    kernel: str = "",
 ) -> None:
     """Register `torch.ops.pyllm.<name>`.
 
     reference: the CPU implementation, plain PyTorch, fp32 inside; also the oracle of the tests.
     fake: shapes and dtypes alone, for `torch.compile` and meta tensors; checks the same arguments as the reference.
-    composition: a torch implementation for CUDA where no kernel exists.
+    composition: a torch implementation for CUDA where no kernel exists, or, with its name as `kernel`, one that compiles a kernel.
     """
     name = schema.split("(", 1)[0]
     if name in OPS:
@@ -50,7 +52,7 @@ def define(
     torch.library.register_fake(f"pyllm::{name}", fake, lib=_LIB)
     if composition is not None:
         _LIB.impl(name, composition, "CUDA")
-    OPS[name] = OpInfo(name, schema, stem, public, composition is not None)
+    OPS[name] = OpInfo(name, schema, stem, public, composition is not None, kernel)
 
 
 def check(ok: bool, op: str, argument: str, message: str) -> None:

@@ -275,4 +275,5 @@ define(
     reference=_variant_reference,
     fake=_variant_fake,
     composition=_variant_cuda,
+    kernel="NVRTC variant_attention",
 )

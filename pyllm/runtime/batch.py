@@ -40,6 +40,7 @@ class Batch:
     seq_lens `[B]`: tokens of each sequence that are known, of a prompt all although a chunk of it is in this step; None: kv_lens.
     max_q: the most tokens of one sequence in this step, where the host knows it: picks the attention kernel.
     reduce: sums a tensor over the ranks of a tensor-parallel group; gather: concatenates along the last dim over the ranks.
+    tensors: by name, what attention variants ask each step for.
     """
 
     ids: Tensor
@@ -54,6 +55,7 @@ class Batch:
     max_q: int | None = None
     reduce: Callable[[Tensor], Tensor] = _identity
     gather: Callable[[Tensor], Tensor] = _identity
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     _rope: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     def rope(self, rope: Rope) -> tuple[Tensor, Tensor]:

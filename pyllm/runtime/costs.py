@@ -76,9 +76,10 @@ class Context:
 
     def row(self, at: str, what: str, op: str, bytes: float, flops: float = 0, shape: str = "", fmt: str = "") -> Row:
         info = OPS.get(op)
-        kernel = (
-            "NCCL" if op == "all_reduce" else "torch" if info is None else "torch composition" if info.composition else f"csrc/{info.stem}"
-        )
+        if info is None:
+            kernel = "NCCL" if op == "all_reduce" else "torch"
+        else:
+            kernel = info.kernel or ("torch composition" if info.composition else f"csrc/{info.stem}")
         rate = self.gpu.fp32 if fmt == "fp32" or (not fmt and self.item == 4) else self.gpu.bf16
         floor = None if op == "all_reduce" else max(bytes / self.gpu.read, flops / rate) * 1e6
         return Row(at, what, shape, fmt, op, kernel, int(bytes), int(flops), floor)
@@ -118,6 +119,8 @@ def _(spec: Attn, ctx: Context, path: str) -> Iterator[Row]:
     decode = ctx.new <= DECODE_ROWS and dim in DECODE_DIMS and ctx.item == 2
     op = "decode_attention" if decode else "paged_attention"
     mask = f"window {spec.window}" if spec.window else "causal"
+    if spec.variant:
+        op, mask = "variant_attention", f"{mask} {spec.variant.name}"
     yield ctx.row(
         path,
         f"kv[{spec.kv}]" + ("" if spec.own_kv else " read"),
