@@ -8,12 +8,23 @@ from typing import Any
 __version__ = "0.1.0"
 
 _SUBMODULES = ("layers", "load", "models", "ops", "runtime")
-__all__ = ["__version__", *_SUBMODULES]
+_NAMES = {
+    "LLM": "llm",
+    "SamplingParams": "params",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+    "KvCacheConfig": "config",
+    "SchedulerConfig": "config",
+    "CudaGraphConfig": "config",
+}
+__all__ = ["__version__", *_SUBMODULES, *_NAMES]
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"pyllm.{name}")
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"pyllm.runtime.{_NAMES[name]}"), name)
     raise AttributeError(f"module 'pyllm' has no attribute {name!r}")
 
 

@@ -42,7 +42,7 @@ class Engine:
 
     spec: the declaration. weights: checkpoint name -> tensor, bound here, or a bound module (`module(batch) -> logits [R, V]`).
     pages or max_tokens: size of the KV pool, in pages (the dummy page included) or in tokens; neither: what max_batch full contexts need,
-    at most `memory_share` of the free memory.
+    at most `memory_share` of the memory that is free beside `spare_bytes` (activations).
     max_batch: requests in a step. chunk: prompt tokens in a step, beside one token of each generating request.
     max_length: tokens of a request, prompt and output; None: the model's context.
     kv_dtype: of the cache, default `dtype`; float8_e4m3fn takes `kv_scales` (slot -> (k_scale, v_scale)). eos_ids: the model's end tokens.
@@ -62,6 +62,7 @@ class Engine:
         pages: int | None = None,
         max_tokens: int | None = None,
         memory_share: float | None = None,
+        spare_bytes: int = 0,
         max_batch: int = 8,
         chunk: int = 512,
         max_length: int | None = None,
@@ -87,7 +88,9 @@ class Engine:
         module = _bind(spec, weights, self.device, dtype) if isinstance(weights, Mapping) else weights
         self.max_length = min(spec.max_positions, max_length or spec.max_positions)
         max_pages = -(-self.max_length // page_size)
-        count = self._pool_pages(pages, max_tokens, memory_share, page_size, kv_dtype, max_batch * max_pages)
+        free = max(free_bytes(self.device) - spare_bytes, 0)
+        share = None if memory_share is None and max_tokens is not None else int(free * (memory_share or POOL_SHARE[self.device.type]))
+        count = self._pool_pages(pages, max_tokens, share, page_size, kv_dtype, max_batch * max_pages)
         self.kv = KvPool(spec.kv_slots(), count, page_size, kv_dtype, self.device, kv_scales)
         self.pool = BlockPool(count)
         room = {"max_batch": max_batch, "max_pages": min(max_pages, count - 1), "page_size": page_size, "device": self.device}
@@ -105,20 +108,17 @@ class Engine:
         self.steps, self.host_seconds = 0, 0.0  # of launched steps: the time in which the host did not wait for the device
 
     def _pool_pages(
-        self, pages: int | None, max_tokens: int | None, memory_share: float | None, page_size: int, kv_dtype: torch.dtype, most: int
+        self, pages: int | None, max_tokens: int | None, share: int | None, page_size: int, kv_dtype: torch.dtype, most: int
     ) -> int:
-        """Pages of the pool, the dummy page included."""
-        size = page_bytes(self.spec.kv_slots(), page_size, kv_dtype)
+        """Pages of the pool, the dummy page included; share: bytes it may take."""
         if pages is not None and max_tokens is not None:
             raise ValueError(f"Engine: pages={pages} and max_tokens={max_tokens} both size the KV pool, expected one of them")
         if pages is not None:
             return pages
-        share = int(free_bytes(self.device) * (memory_share or POOL_SHARE[self.device.type]))
-        fits = min(max(share // max(size, 1), 2), (2**31 - 1) // page_size)
-        if max_tokens is not None:
-            wanted = -(-max_tokens // page_size) + 1
-            return wanted if memory_share is None else min(wanted, fits)
-        return min(most + 1, fits)
+        wanted = most + 1 if max_tokens is None else -(-max_tokens // page_size) + 1
+        if share is None:
+            return wanted
+        return min(wanted, max(share // max(page_bytes(self.spec.kv_slots(), page_size, kv_dtype), 1), 2), (2**31 - 1) // page_size)
 
     @property
     def has_work(self) -> bool:
@@ -131,6 +131,10 @@ class Engine:
     @property
     def running(self) -> list[Request]:
         return list(self._scheduler.running)
+
+    @property
+    def waiting(self) -> list[Request]:
+        return list(self._scheduler.waiting)
 
     def prepare(
         self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0, salt: str = ""
@@ -246,7 +250,7 @@ class Engine:
                 return self._finish(request, "stop")
         if len(request.token_ids) == request.limit:
             return self._finish(request, "length")
-        if request.listener is not None:
+        if request.streaming and request.listener is not None:
             request.listener(request)
         return None
 
@@ -261,7 +265,7 @@ class Engine:
     def fail(self, message: str) -> None:
         """End every request with an error: the way out when a step has raised."""
         self._flights.clear()
-        for request in (*self._scheduler.running, *self._scheduler.waiting):
+        for request in (*self.running, *self.waiting):
             request.error = message
             self._finish(request, "error")
         self.pool.forget()

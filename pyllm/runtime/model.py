@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,8 @@ import torch
 
 from pyllm import _native
 from pyllm.runtime.engine import Engine
+from pyllm.runtime.kv import free_bytes, show_bytes
+from pyllm.runtime.memory import weight_bytes
 from pyllm.runtime.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -73,20 +75,94 @@ def load_model(
     max_tokens, kv_dtype).
     Errors: ValueError (CheckpointError for the files) of one line.
     """
-    from pyllm.layers import bind
-    from pyllm.models import spec_from_config
+    p = load_parts(path, device=device, dtype=dtype, progress=progress)
+    if p.tokenizer is None or p.checkpoint is None:
+        raise ValueError(f"{path}: the checkpoint has no tokenizer")
+    arguments: dict[str, Any] = {"chunk": CHUNK[p.device.type], "eos_ids": p.eos_ids, "progress": progress} | engine
+    return LoadedModel(p.name, p.spec, Engine(p.spec, p.module, device=p.device, dtype=p.dtype, **arguments), p.checkpoint, p.tokenizer)
 
-    checkpoint = open_model_files(path)
-    if checkpoint.tokenizer is None:
-        raise ValueError(f"{checkpoint.path}: the checkpoint has no tokenizer")
-    where = pick_device(device)
-    kind = pick_dtype(dtype, where, checkpoint.config)
-    spec = spec_from_config(checkpoint.config)
-    _check_tied(checkpoint, spec)
-    with progress_bar(f"loading {checkpoint.name}", len(checkpoint.tensors), "tensors", progress) as advance:
-        module = bind(spec, checkpoint.tensors, device=where, dtype=kind, progress=advance)
-    arguments: dict[str, Any] = {"chunk": CHUNK[where.type], "eos_ids": checkpoint.eos_ids, "progress": progress} | engine
-    return LoadedModel(checkpoint.name, spec, Engine(spec, module, device=where, dtype=kind, **arguments), checkpoint, checkpoint.tokenizer)
+
+@dataclass
+class Parts:
+    """A model's declaration and bound weights, and what its files say beside them."""
+
+    name: str
+    spec: Decoder
+    module: Callable[..., torch.Tensor]
+    device: torch.device
+    dtype: torch.dtype
+    checkpoint: Checkpoint | None
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]
+
+
+def load_parts(
+    model: str | Path | Decoder,
+    *,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    tokenizer: Tokenizer | str | Path | None = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    load_format: str = "auto",
+    progress: bool = True,
+) -> Parts:
+    """A path or a declaration with its weights (checkpoint name -> tensor), bound on the device. load_format="dummy": random weights."""
+    from pyllm.layers import Decoder, bind
+    from pyllm.models import spec_from_config
+    from pyllm.runtime.dummy import SHAPES, DummyWeights
+
+    if load_format not in ("auto", "dummy"):
+        raise ValueError(f"load_format is {load_format!r}, expected 'auto' or 'dummy'")
+    where, checkpoint, config = pick_device(device), None, {}
+    if isinstance(model, Decoder):
+        spec, name = model, "model"
+        if (weights is None) == (load_format == "auto"):
+            raise ValueError("a model that is a declaration needs weights (checkpoint name -> tensor), or load_format='dummy'; one of them")
+    elif weights is not None:
+        raise ValueError("weights are given beside a path; pass the declaration as model, or leave weights out")
+    elif load_format == "dummy":
+        config = SHAPES[str(model)] if str(model) in SHAPES else read_config(model)
+        spec, name = spec_from_config(config), str(model)
+    else:
+        checkpoint = open_model_files(model)
+        spec, name, config, weights = spec_from_config(checkpoint.config), checkpoint.name, checkpoint.config, checkpoint.tensors
+        _check_tied(checkpoint, spec)
+    kind = pick_dtype(dtype, where, config)
+    source = weights if weights is not None else DummyWeights(spec, where, kind)
+    _check_room(name, spec, where, kind)
+    with progress_bar(f"loading {name}", len(source), "tensors", progress) as advance:
+        module = bind(spec, source, device=where, dtype=kind, progress=advance)
+    found = _tokenizer(tokenizer) if tokenizer is not None else checkpoint.tokenizer if checkpoint is not None else None
+    return Parts(name, spec, module, where, kind, checkpoint, found, checkpoint.eos_ids if checkpoint is not None else ())
+
+
+def read_config(model: str | Path) -> dict[str, Any]:
+    """config.json of a directory, or the file itself: all that random weights need."""
+    from pyllm.load.jsonfile import read_json_object
+    from pyllm.runtime.dummy import SHAPES
+
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"model is {str(model)!r}, expected a directory with a config.json, or one of {', '.join(SHAPES)}")
+    return read_json_object(path, 4 << 20)
+
+
+def _tokenizer(given: Tokenizer | str | Path) -> Tokenizer:
+    from pyllm.load.tokenizer import Tokenizer
+
+    if isinstance(given, Tokenizer):
+        return given
+    if not isinstance(given, (str, Path)):
+        raise ValueError(f"tokenizer is {given!r}, expected a Tokenizer, a directory or a tokenizer.json")
+    path = Path(given)
+    return Tokenizer.from_file(path / "tokenizer.json" if path.is_dir() else path)
+
+
+def _check_room(name: str, spec: Decoder, device: torch.device, dtype: torch.dtype) -> None:
+    need, free = weight_bytes(spec, dtype), free_bytes(device)
+    if need > free:
+        raise MemoryError(f"{name}: the weights take {show_bytes(need)} in {dtype}, {show_bytes(free)} are free on {device}")
 
 
 def _check_tied(checkpoint: Checkpoint, spec: Decoder) -> None:

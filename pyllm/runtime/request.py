@@ -48,7 +48,8 @@ class Request:
     error: str | None = None
     cached_tokens: int = 0  # of the prompt, read from the prefix cache at the last admission
     timing: Timing = field(default_factory=lambda: Timing())
-    listener: Callable[[Request], None] | None = field(default=None, repr=False)  # called by the engine after each token, and at the end
+    listener: Callable[[Request], None] | None = field(default=None, repr=False)  # called by the engine at the end
+    streaming: bool = field(default=False, repr=False)  # and after each token
     text: TextOutput | None = field(default=None, repr=False)  # where stop strings are looked for
     # Kept by the engine.
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32), repr=False)  # prompt, then output; sized for both

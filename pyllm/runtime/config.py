@@ -1,0 +1,104 @@
+"""The configuration objects of `LLM`, named as in TensorRT-LLM. What is not served is refused with the way to go instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from pyllm.runtime.graph import graph_sizes
+from pyllm.runtime.kv import PAGE_SIZES
+from pyllm.runtime.refuse import refuse_unknown
+
+POLICIES = ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION")
+
+
+class _Config:
+    HINTS: ClassVar[dict[str, str]] = {}
+
+    def __new__(cls, *args: Any, **given: Any) -> Any:
+        refuse_unknown(cls.__name__, given, [f.name for f in fields(cls)], cls.HINTS)  # type: ignore[arg-type]
+        return super().__new__(cls)
+
+    def _need(self, name: str, good: bool, expected: str) -> None:
+        if not good:
+            raise ValueError(f"{type(self).__name__}: {name} is {getattr(self, name)!r}, expected {expected}")
+
+    def _need_count(self, name: str) -> None:
+        value = getattr(self, name)
+        self._need(name, value is None or (type(value) is int and value >= 1), "None or an integer, at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvCacheConfig(_Config):
+    """enable_block_reuse: keep the pages of known prefixes for later requests.
+    free_gpu_memory_fraction: share of the memory that is free once weights and activations have theirs. max_tokens: at most so many.
+    tokens_per_block: 16, 32, 64 or 128. dtype: "auto" (the model's) or "fp8".
+    """
+
+    enable_block_reuse: bool = True
+    free_gpu_memory_fraction: float = 0.9
+    max_tokens: int | None = None
+    tokens_per_block: int = 64
+    dtype: str = "auto"
+
+    HINTS: ClassVar[dict[str, str]] = {
+        "host_cache_size": "the cache lives on the device alone; a larger free_gpu_memory_fraction or dtype='fp8' holds more tokens",
+        "onboard_blocks": "the cache lives on the device alone",
+        "secondary_offload_min_priority": "the cache lives on the device alone",
+        "max_attention_window": "sliding windows are a property of the model's declaration (Attn.window)",
+        "sink_token_length": "attention sinks are a property of the model's declaration (Attn.sinks)",
+        "enable_partial_reuse": "whole blocks are reused; a smaller tokens_per_block reuses more",
+        "copy_on_partial_reuse": "whole blocks are reused; a smaller tokens_per_block reuses more",
+        "event_buffer_max_size": "there are no cache events",
+        "max_gpu_total_bytes": "use max_tokens or free_gpu_memory_fraction",
+        "gpu_memory_utilization": "use free_gpu_memory_fraction, a share of the memory that is free after loading",
+        "block_size": "use tokens_per_block",
+    }
+
+    def __post_init__(self) -> None:
+        self._need("enable_block_reuse", isinstance(self.enable_block_reuse, bool), "True or False")
+        share = self.free_gpu_memory_fraction
+        self._need("free_gpu_memory_fraction", isinstance(share, (int, float)) and 0 < share <= 1, "more than 0, at most 1")
+        self._need_count("max_tokens")
+        self._need("tokens_per_block", self.tokens_per_block in PAGE_SIZES, f"one of {', '.join(map(str, PAGE_SIZES))}")
+        self._need("dtype", self.dtype in ("auto", "fp8"), "'auto' or 'fp8'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(_Config):
+    """capacity_scheduler_policy: "GUARANTEED_NO_EVICT" admits a request when the cache can hold all it may need; "MAX_UTILIZATION" when its
+    known tokens fit, and computes some requests anew when the cache is full."""
+
+    capacity_scheduler_policy: str = "GUARANTEED_NO_EVICT"
+
+    HINTS: ClassVar[dict[str, str]] = {
+        "context_chunking_policy": "chunks go first come, first served",
+        "dynamic_batch_config": "the batch changes with every step; its bounds are max_batch_size and max_num_tokens of LLM",
+    }
+
+    def __post_init__(self) -> None:
+        self._need("capacity_scheduler_policy", self.capacity_scheduler_policy in POLICIES, f"one of {', '.join(POLICIES)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaGraphConfig(_Config):
+    """batch_sizes: of the decode steps that are captured, or max_batch_size: the largest, with the usual ones below it."""
+
+    batch_sizes: Sequence[int] | None = None
+    max_batch_size: int | None = None
+
+    HINTS: ClassVar[dict[str, str]] = {
+        "enable_padding": "steps are always padded to the next captured batch size; list each size in batch_sizes to avoid it"
+    }
+
+    def __post_init__(self) -> None:
+        self._need_count("max_batch_size")
+        sizes = self.batch_sizes
+        self._need("batch_sizes", sizes is None or all(type(n) is int and n >= 1 for n in sizes), "None or integers, at least 1")
+        self._need("batch_sizes", sizes is None or self.max_batch_size is None, "None beside max_batch_size")
+
+    def sizes(self, max_batch: int) -> list[int]:
+        if self.batch_sizes is not None:
+            return sorted({min(n, max_batch) for n in self.batch_sizes})
+        return graph_sizes(min(max_batch, self.max_batch_size or max_batch))

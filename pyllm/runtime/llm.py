@@ -1,0 +1,225 @@
+"""`LLM`: a model and an engine behind TensorRT-LLM's names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pyllm.runtime.config import CudaGraphConfig, KvCacheConfig, SchedulerConfig
+from pyllm.runtime.engine import Engine
+from pyllm.runtime.loop import EngineLoop
+from pyllm.runtime.memory import activation_bytes
+from pyllm.runtime.model import load_parts
+from pyllm.runtime.outputs import RequestOutput
+from pyllm.runtime.params import SamplingParams
+from pyllm.runtime.progress import progress_bar
+from pyllm.runtime.refuse import refuse_unknown
+from pyllm.runtime.request import Request
+from pyllm.runtime.text import TextOutput
+
+if TYPE_CHECKING:
+    from pyllm.layers import Decoder
+    from pyllm.load.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
+
+_ONE_GPU = "one GPU is served"
+HINTS = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "moe_expert_parallel_size"), _ONE_GPU) | {
+    "trust_remote_code": "no code from model files is ever run; declare the model with pyllm.layers and pass it as model",
+    "revision": "models are read from a directory or a file; fetch the revision first",
+    "tokenizer_mode": "there is one tokenizer, of the tokenizers library",
+    "max_model_len": "use max_seq_len",
+    "max_num_seqs": "use max_batch_size",
+    "max_num_batched_tokens": "use max_num_tokens",
+    "gpu_memory_utilization": "use kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=...)",
+    "enforce_eager": "use cuda_graph_config=None",
+    "enable_prefix_caching": "use kv_cache_config=KvCacheConfig(enable_block_reuse=...)",
+    "kv_cache_dtype": "use kv_cache_config=KvCacheConfig(dtype=...)",
+    "enable_chunked_prefill": "prompts are always cut into chunks of max_num_tokens",
+    "max_input_len": "use max_seq_len, which counts prompt and output",
+    "max_beam_width": "beam search is not served",
+    "speculative_config": "speculative decoding is not served",
+    "guided_decoding_backend": "constrained decoding is not served; a logits_processor can restrict tokens",
+    "enable_lora": "LoRA is not served",
+    "lora_config": "LoRA is not served",
+    "quantization": "the format follows from the checkpoint",
+    "seed": "use SamplingParams(seed=...)",
+    "batched_logits_processor": "use SamplingParams(logits_processor=...)",
+}
+
+
+class LLM:
+    """A model that is ready to run.
+
+    model: a Hugging Face directory, a .gguf file, "demo", or a declaration (`pyllm.layers.Decoder`) with `weights` (checkpoint name ->
+    tensor). tokenizer: a `pyllm.load.tokenizer.Tokenizer`, a directory or a tokenizer.json; None: the model's own.
+    skip_tokenizer_init: token ids in and out. load_format: "auto", or "dummy": random weights for the directory's config.json.
+    device: None takes the GPU where pyllm's kernels run, else the CPU. dtype: "auto", "fp32", "bf16" or "fp16".
+    max_batch_size: requests in a step. max_num_tokens: prompt tokens in a step. max_seq_len: tokens of a request, prompt and output.
+    cuda_graph_config: None runs every step without a graph. watchdog_timeout: seconds a step may take until requests fail.
+    Errors: ValueError or TypeError for an argument, MemoryError for a model or cache that does not fit, each one sentence.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Decoder,
+        tokenizer: Tokenizer | str | Path | None = None,
+        *,
+        weights: Mapping[str, Tensor] | None = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        load_format: str = "auto",
+        skip_tokenizer_init: bool = False,
+        max_batch_size: int = 256,
+        max_num_tokens: int = 8192,
+        max_seq_len: int | None = None,
+        kv_cache_config: KvCacheConfig | None = None,
+        scheduler_config: SchedulerConfig | None = None,
+        cuda_graph_config: CudaGraphConfig | None = CudaGraphConfig(),  # noqa: B008 (frozen)
+        disable_overlap_scheduler: bool = False,
+        watchdog_timeout: float = 300.0,
+        progress: bool = True,
+        **unsupported: Any,
+    ) -> None:
+        refuse_unknown("LLM", unsupported, [n for n in inspect.signature(LLM).parameters if n != "unsupported"], HINTS)
+        kv = _of_type("kv_cache_config", kv_cache_config or KvCacheConfig(), KvCacheConfig)
+        scheduler = _of_type("scheduler_config", scheduler_config or SchedulerConfig(), SchedulerConfig)
+        graphs = None if cuda_graph_config is None else _of_type("cuda_graph_config", cuda_graph_config, CudaGraphConfig)
+        if not watchdog_timeout > 0:
+            raise ValueError(f"LLM: watchdog_timeout is {watchdog_timeout!r}, expected seconds, more than 0")
+        parts = load_parts(
+            model, weights=weights, tokenizer=None if skip_tokenizer_init else tokenizer, device=device,
+            dtype=None if dtype == "auto" else dtype, load_format=load_format, progress=progress,
+        )  # fmt: skip
+        self.tokenizer = None if skip_tokenizer_init else parts.tokenizer
+        cuda = parts.device.type == "cuda"
+        self._engine = Engine(
+            parts.spec,
+            parts.module,
+            device=parts.device,
+            dtype=parts.dtype,
+            page_size=kv.tokens_per_block,
+            max_tokens=kv.max_tokens,
+            memory_share=kv.free_gpu_memory_fraction if cuda else None,
+            spare_bytes=activation_bytes(parts, max_num_tokens, max_batch_size, kv.tokens_per_block) if cuda else 0,
+            max_batch=max_batch_size,
+            chunk=max_num_tokens,
+            max_length=max_seq_len,
+            kv_dtype=torch.float8_e4m3fn if kv.dtype == "fp8" else None,
+            eos_ids=parts.eos_ids,
+            reserve=scheduler.capacity_scheduler_policy == "GUARANTEED_NO_EVICT",
+            reuse=kv.enable_block_reuse,
+            overlap=False if disable_overlap_scheduler else None,
+            graph_sizes=graphs.sizes(max_batch_size) if graphs is not None and cuda else [],
+            progress=progress,
+        )
+        self._loop = EngineLoop(self._engine, watchdog_timeout)
+
+    def generate(
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Complete one prompt or many, and wait for all. A prompt that can never run is a ValueError, and none is run; one that fails while
+        it runs has finish_reason "error"."""
+        one = isinstance(inputs, (str, Mapping)) or (len(inputs) > 0 and all(isinstance(i, int) for i in inputs))
+        prompts: list[Any] = [inputs] if one else list(inputs)
+        each = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"LLM.generate: {len(each)} sampling_params for {len(prompts)} inputs")
+        made = [self._make(p, s, priority, cache_salt, False) for p, s in zip(prompts, each, strict=True)]
+        self._loop.submit([r for out in made for r in out._requests])
+        try:
+            with progress_bar("generating", len(made), "requests", use_tqdm) as advance:
+                for out in made:
+                    out.result()
+                    advance()
+        except BaseException:
+            for out in made:
+                out.abort()
+            raise
+        return made[0] if one else made
+
+    def generate_async(
+        self,
+        inputs: Prompt,
+        sampling_params: SamplingParams | None = None,
+        streaming: bool = False,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> RequestOutput:
+        """Start one prompt. streaming: the handle can be iterated over, a look per step; else only its end can be waited for."""
+        out = self._make(inputs, sampling_params, priority, cache_salt, streaming)
+        self._loop.submit(out._requests)
+        return out
+
+    def get_stats(self) -> dict[str, float]:
+        """Counts of this moment: requests, pages, steps, and host seconds per step (the time in which it did not wait for the device)."""
+        e = self._engine
+        pages = {"used_pages": e.pool.used, "cached_pages": e.pool.cached, "free_pages": e.pool.free_pages, "total_pages": e.pool.total}
+        queues = {"running": len(e.running), "waiting": len(e.waiting), "preemptions": e.preemptions}
+        return {**queues, **pages, "steps": e.steps, "host_seconds_per_step": e.host_seconds / max(e.steps, 1)}
+
+    def shutdown(self) -> None:
+        """End all requests; the object is of no more use."""
+        self._loop.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.shutdown()
+
+    def _make(self, prompt: Prompt, params: SamplingParams | None, priority: int, salt: str | None, streaming: bool) -> RequestOutput:
+        params = _of_type("sampling_params", SamplingParams() if params is None else params, SamplingParams)
+        if streaming and params.samples > params.n:
+            raise ValueError("LLM.generate_async: streaming cannot know the best samples before the end; set best_of=None")
+        hidden = params.samples > params.n and params.logprobs is None
+        params, text, ids = self._resolve(prompt, replace(params, logprobs=0) if hidden else params)
+        requests: list[Request] = []
+        for index in range(params.samples):
+            request = self._engine.prepare(ids, params, priority=priority, salt=salt or "")
+            request.index, request.streaming, request.after = index, streaming, requests[0] if requests else None
+            if params.stop:
+                assert self.tokenizer is not None
+                include, skip = params.include_stop_str_in_output, params.skip_special_tokens
+                request.text = TextOutput(self.tokenizer, params.stop, include_stop=include, skip_special_tokens=skip)
+            requests.append(request)
+        return RequestOutput(text, requests, self.tokenizer, params.n, self._loop.abort)
+
+    def _resolve(self, prompt: Prompt, params: SamplingParams) -> tuple[SamplingParams, str | None, list[int]]:
+        """Parameters with bad texts as token ids; the prompt as text, if it was, and as token ids."""
+        if isinstance(prompt, Mapping):
+            known = [k for k in ("prompt_token_ids", "prompt") if k in prompt]
+            if len(known) != 1 or len(prompt) != 1:
+                raise ValueError(f"LLM: an input has the fields {', '.join(map(str, prompt))}, expected prompt or prompt_token_ids")
+            prompt = prompt[known[0]]
+        text = prompt if isinstance(prompt, str) else None
+        if self.tokenizer is None and (text is not None or params.stop or params.bad):
+            what = "a prompt given as text" if text is not None else "stop" if params.stop else "bad"
+            raise ValueError(f"LLM: {what} needs a tokenizer, and there is none; use token ids")
+        ids = self.tokenizer.encode(text, params.add_special_tokens) if self.tokenizer and text is not None else list(prompt)
+        if params.bad:
+            assert self.tokenizer is not None
+            spelled = [self.tokenizer.encode(w, add_special_tokens=False) for word in params.bad for w in (word, " " + word)]
+            params = replace(params)
+            object.__setattr__(params, "bad_words", tuple({tuple(s): None for s in spelled if s}))
+        keep = params.truncate_prompt_tokens
+        return params, text, ids[-keep:] if keep else ids  # type: ignore[return-value]
+
+
+def _of_type(name: str, value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"LLM: {name} is {value!r}, expected a {kind.__name__}")
+    return value

@@ -1,0 +1,94 @@
+"""Where the memory goes: measured once a model is loaded, or planned from its declaration before anything is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pyllm.runtime.batch import Batch
+from pyllm.runtime.kv import KvPool, page_bytes, show_bytes
+
+if TYPE_CHECKING:
+    from pyllm.layers import Decoder
+    from pyllm.runtime.model import Parts
+
+OVERHEAD = 1 << 30  # CUDA context, libraries' workspaces and captured graphs; about 0.9 GiB on an H200
+
+
+def weight_bytes(spec: Decoder, dtype: torch.dtype) -> int:
+    """Bytes of the bound weights; vectors (norms, biases) are counted in fp32."""
+    from pyllm.layers import plan
+
+    return sum(_product(i.shape) * (4 if len(i.shape) == 1 else dtype.itemsize) for i in plan(spec))
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    out = 1
+    for n in shape:
+        out *= n
+    return out
+
+
+def activation_bytes(parts: Parts, tokens: int, max_batch: int, page_size: int) -> int:
+    """Peak memory of the largest step beside weights and cache, measured by running it on a cache of two pages."""
+    device, width = parts.device, min(page_size, parts.spec.max_positions)
+    kv = KvPool(parts.spec.kv_slots(), 2, page_size, parts.dtype, device)
+    sequences, total = -(-tokens // width), tokens + max_batch
+    at = torch.arange(total, dtype=torch.int32, device=device)
+    starts = torch.arange(sequences + 1, dtype=torch.int32, device=device) * width
+    starts[-1] = tokens
+    batch = Batch(
+        ids=torch.zeros_like(at),
+        positions=at % width,
+        slots=torch.full_like(at, -1),
+        q_starts=torch.cat([starts, tokens + 1 + at[:max_batch]]),
+        kv_lens=torch.cat([starts.diff(), torch.ones_like(at[:max_batch])]),
+        page_table=torch.zeros(sequences + max_batch, 1, dtype=torch.int32, device=device),
+        caches=kv.caches,
+        logit_rows=at[-max_batch:],
+        max_q=width,
+    )
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    with torch.inference_mode():
+        parts.module(batch)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes, before anything is loaded. activations: an estimate, of the widest step between two layers and of its logits."""
+
+    total: int
+    weights: int
+    activations: int
+    overhead: int
+    kv: int
+    kv_token: int
+
+    @property
+    def tokens(self) -> int:
+        return self.kv // self.kv_token if self.kv_token else 0
+
+    def __str__(self) -> str:
+        rows = [("weights", self.weights), ("activations", self.activations), ("overhead", self.overhead), ("KV cache", self.kv)]
+        lines = [f"{name:<12} {show_bytes(size):>12}  {size / self.total:6.1%}" for name, size in rows]
+        room = f"{self.tokens:,} tokens of {show_bytes(self.kv_token)} each" if self.kv else "does not fit"
+        return "\n".join([f"{'memory':<12} {show_bytes(self.total):>12}", *lines, f"{'KV room':<12} {room}"])
+
+
+def memory_plan(
+    spec: Decoder, total: int, *, dtype: torch.dtype, kv_dtype: torch.dtype, tokens: int, max_batch: int, fraction: float
+) -> MemoryPlan:
+    """What `LLM` would do with `total` bytes of free memory, with steps of `tokens` prompt tokens and `max_batch` requests."""
+    from pyllm.layers import plan
+
+    widest = max((i.shape[-2] for i in plan(spec) if len(i.shape) >= 2 and i.shape[-2] != spec.vocab_size), default=0)
+    step = tokens + max_batch
+    activations = step * (widest + widest // 2 + 3 * spec.embed.d) * dtype.itemsize + max_batch * spec.vocab_size * (dtype.itemsize + 4)
+    weights = weight_bytes(spec, dtype)
+    free = max(total - weights - activations - OVERHEAD, 0)
+    return MemoryPlan(total, weights, activations, OVERHEAD, int(free * fraction), page_bytes(spec.kv_slots(), 64, kv_dtype) // 64)
