@@ -24,35 +24,42 @@ constexpr int kReservedPerCta = 1024;
 // of the products' alignment), kBlock takes each 128 columns of K out and adds them in fp32, times the scales of their blocks.
 enum class Sums { kPlain, kBlock };
 
-template <class T_, class Out_, int BM_, int BN_, int ClusterM_, int ClusterN_, int Split_, Sums Sums_ = Sums::kPlain>
+// How the multiplying warpgroups of an SM work: two halves of one tile; two tiles in turns, one storing while the other multiplies; or a
+// CTA has one and the SM two CTAs, which drift apart by themselves.
+enum class Way { kTogether, kTurns, kAlone };
+
+template <class T_, class Out_, int BM_, int BN_, int ClusterM_, int ClusterN_, int Split_, Way Way_ = Way::kTogether,
+          Sums Sums_ = Sums::kPlain>
 struct Tile {
   using T = T_;
   using Out = Out_;
   using Sum = std::conditional_t<std::is_same_v<T, int8_t>, int, float>;
   static constexpr int BM = BM_, BN = BN_, kClusterM = ClusterM_, kClusterN = ClusterN_, kSplit = Split_;
   static constexpr Sums kSums = Sums_;
+  static constexpr Way kWay = Way_;
   static constexpr int BK = kStageBytes / sizeof(T);
-  static constexpr int kConsumers = BM == 64 ? 1 : 2;
+  static constexpr int kConsumers = kWay == Way::kAlone ? 1 : 2;
+  static constexpr int kSharers = kWay == Way::kTogether ? 2 : 1;  // warpgroups of one tile
+  static constexpr int kTiles = kConsumers / kSharers;             // at a time
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kBlocksM = BM / (64 * kConsumers);  // of 64 rows, per warpgroup
-  static constexpr int R = BN / 2;                         // sums per thread and 64 rows
+  static constexpr int kBlocksM = BM / (64 * kSharers);  // of 64 rows, per warpgroup
+  static constexpr int R = BN / 2;                       // sums per thread and 64 rows
   static constexpr int kCluster = kClusterM * kClusterN * kSplit;
-  static constexpr int kChunk = BN % 64 == 0 ? 64 : 32;  // columns of one TMA store
+  static constexpr int kChunk = BN / kSplit % 64 == 0 ? 64 : 32;  // columns of one TMA store
   static constexpr int kChunkBytes = 64 * kChunk * sizeof(Out);
-  static constexpr int kChunkBuffers = 2;
+  static constexpr int kCtasPerSM = kWay == Way::kAlone ? 2 : 1;
+  static constexpr int kChunkBuffers = kCtasPerSM == 2 && BM * BN >= 128 * 128 ? 1 : 2;
   static constexpr int kBytesA = BM * kStageBytes, kBytesB = BN * kStageBytes;
   static constexpr int kBytesC = kConsumers * kChunkBuffers * kChunkBytes;
-  static constexpr int kBytesColumns = BN * 8;
-  static constexpr int kTail = kBytesC + kBytesColumns + 256;  // 256: barriers
-  // One consumer leaves registers for a second CTA on the SM, which then multiplies while this one stores.
-  static constexpr int kCtasPerSM = kConsumers == 1 && BN <= 128 ? 2 : 1;
-  static constexpr int kBudget = kCtasPerSM == 1 ? kSmemPerSM : (kSmemPerSM + kReservedPerCta) / kCtasPerSM - kReservedPerCta;
+  static constexpr int kBytesColumns = BN * 8;  // of one tile
+  static constexpr int kTail = kBytesC + kTiles * kBytesColumns + 256;  // 256: barriers
+  static constexpr int kBudget = (kSmemPerSM + kReservedPerCta) / kCtasPerSM - kReservedPerCta;
   static constexpr int kFit = (kBudget - kTail) / (kBytesA + kBytesB);
   static constexpr int kStages = kFit > 8 ? 8 : kFit;
   static constexpr int kSmem = kStages * (kBytesA + kBytesB) + kTail;
   // Registers of the two roles where an even share of 65536 (168, or 128 with two CTAs) is too few for the sums.
-  static constexpr bool kMoveRegisters = kConsumers == 2 || (kCtasPerSM == 2 && kSums == Sums::kBlock);
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = kConsumers == 2 ? 232 : 208;
+  static constexpr bool kMoveRegisters = kWay != Way::kAlone || kBlocksM * R + (kSums == Sums::kBlock ? R : 0) > 64;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 24, kConsumerRegisters = kConsumers == 2 ? 232 : 224;
   static_assert(kStages >= 3 && BM % 64 == 0 && BN % 32 == 0 && BN <= 256 && kCluster <= 8);
   static_assert((kSplit & (kSplit - 1)) == 0 && (BN / kSplit) % kChunk == 0, "each CTA of a split stores whole chunks");
   static_assert((kSplit - 1) * BM * (BN / kSplit) * 4 <= kStages * (kBytesA + kBytesB), "the parts of a split fit into the stages");
@@ -98,11 +105,11 @@ struct Shared {
   __device__ __forceinline__ uint32_t c(int consumer) const {
     return base + C::kStages * (C::kBytesA + C::kBytesB) + consumer * C::kChunkBuffers * C::kChunkBytes;
   }
-  __device__ __forceinline__ uint32_t columns() const { return c(C::kConsumers); }
-  __device__ __forceinline__ uint32_t full(int stage) const { return columns() + C::kBytesColumns + 8 * stage; }
+  __device__ __forceinline__ uint32_t columns(int turn) const { return c(C::kConsumers) + turn * C::kBytesColumns; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return columns(C::kTiles) + 8 * stage; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(C::kStages + stage); }
-  __device__ __forceinline__ uint32_t columns_full() const { return full(2 * C::kStages); }
-  __device__ __forceinline__ uint32_t columns_empty() const { return full(2 * C::kStages + 1); }
+  __device__ __forceinline__ uint32_t columns_full(int turn) const { return full(2 * C::kStages + turn); }
+  __device__ __forceinline__ uint32_t columns_empty(int turn) const { return full(2 * C::kStages + C::kTiles + turn); }
 };
 
 // A place in the ring of stages.
@@ -115,6 +122,11 @@ struct Ring {
       stage = 0;
       phase ^= 1;
     }
+  }
+  __device__ __forceinline__ void skip(int steps) {
+    const int to = stage + steps;
+    phase ^= to / C::kStages & 1;
+    stage = to % C::kStages;
   }
 };
 
@@ -155,7 +167,8 @@ template <class C>
 __device__ __forceinline__ void produce_columns(const DenseShape& shape, const DenseEpilogue& e, const Shared<C>& smem,
                                                 const Walk<C>& walk) {
   uint32_t phase = 1;
-  for (int tile = walk.first(); tile < walk.count(); tile += walk.clusters, phase ^= 1) {
+  int turn = 0;
+  for (int tile = walk.first(); tile < walk.count(); tile += walk.clusters) {
     int m, n;
     walk.origin(tile, shape.raster, m, n);
     float scale[C::BN / 32], bias[C::BN / 32];
@@ -166,13 +179,17 @@ __device__ __forceinline__ void produce_columns(const DenseShape& shape, const D
       scale[i] = C::kSums == Sums::kPlain && e.column_scale && inside ? e.column_scale[static_cast<int64_t>(column) * e.column_scale_step] : 1.f;
       bias[i] = e.bias && inside ? to_float(static_cast<const typename C::Out*>(e.bias)[column]) : 0.f;
     }
-    barrier_wait(smem.columns_empty(), phase);
+    barrier_wait(smem.columns_empty(turn), phase);
 #pragma unroll
     for (int i = 0; i < C::BN / 32; ++i) {
-      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem.columns() + 8 * (32 * i + threadIdx.x % 32)), "f"(scale[i]), "f"(bias[i])
+      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem.columns(turn) + 8 * (32 * i + threadIdx.x % 32)), "f"(scale[i]), "f"(bias[i])
                    : "memory");
     }
-    barrier_arrive(smem.columns_full());
+    barrier_arrive(smem.columns_full(turn));
+    if (++turn == C::kTiles) {
+      turn = 0;
+      phase ^= 1;
+    }
   }
 }
 
@@ -203,9 +220,9 @@ __device__ __forceinline__ void release(uint32_t empty, const Walk<C>& walk) {
 }
 
 template <class C>
-__device__ __forceinline__ void multiply(typename C::Sum (&d)[C::kBlocksM][C::R], const Shared<C>& smem, int consumer, int stage,
+__device__ __forceinline__ void multiply(typename C::Sum (&d)[C::kBlocksM][C::R], const Shared<C>& smem, int share, int stage,
                                          bool accumulate) {
-  const uint64_t a = smem_descriptor<SmemLayout::kSwizzle128>(smem.a(stage) + consumer * C::kBlocksM * 64 * kStageBytes, 8 * kStageBytes);
+  const uint64_t a = smem_descriptor<SmemLayout::kSwizzle128>(smem.a(stage) + share * C::kBlocksM * 64 * kStageBytes, 8 * kStageBytes);
   const uint64_t b = smem_descriptor<SmemLayout::kSwizzle128>(smem.b(stage), 8 * kStageBytes);
 #pragma unroll
   for (int k = 0; k < kStageBytes / 32; ++k) {
@@ -217,19 +234,31 @@ __device__ __forceinline__ void multiply(typename C::Sum (&d)[C::kBlocksM][C::R]
   }
 }
 
+// Way::kTurns: a warpgroup waits for its stages only when the other has seen all of its own arrive, since a barrier tells only odd phases
+// from even ones. The named barriers 3 and 4 pass the turn on.
 template <class C>
-__device__ __forceinline__ void sum_plain(typename C::Sum (&d)[C::kBlocksM][C::R], const Shared<C>& smem, const Walk<C>& walk, int consumer,
+__device__ __forceinline__ void take_turn() {
+  if constexpr (C::kWay == Way::kTurns) named_sync(2 + static_cast<int>(threadIdx.x / 128), 256);
+}
+template <class C>
+__device__ __forceinline__ void pass_turn() {
+  if constexpr (C::kWay == Way::kTurns) named_arrive(5 - static_cast<int>(threadIdx.x / 128), 256);
+}
+
+template <class C>
+__device__ __forceinline__ void sum_plain(typename C::Sum (&d)[C::kBlocksM][C::R], const Shared<C>& smem, const Walk<C>& walk, int share,
                                           Ring<C>& ring) {
   uint32_t previous = 0;
   for (int k = walk.k_begin; k < walk.k_end; ++k, ring.next()) {
     barrier_wait(smem.full(ring.stage), ring.phase);
     wgmma_fence();
-    multiply<C>(d, smem, consumer, ring.stage, k > walk.k_begin);
+    multiply<C>(d, smem, share, ring.stage, k > walk.k_begin);
     wgmma_commit();
     wgmma_wait<1>();
     if (k > walk.k_begin) release<C>(previous, walk);
     previous = smem.empty(ring.stage);
   }
+  pass_turn<C>();
   wgmma_wait<0>();
 #pragma unroll
   for (int i = 0; i < C::kBlocksM; ++i) wgmma_pin(d[i]);
@@ -240,7 +269,7 @@ __device__ __forceinline__ void sum_plain(typename C::Sum (&d)[C::kBlocksM][C::R
 // next block are on their way while this one is multiplied; while one warpgroup scales, the other keeps the tensor cores busy.
 template <class C>
 __device__ __forceinline__ void sum_blocks(float (&d)[C::kBlocksM][C::R], const DenseShape& shape, const DenseEpilogue& e, int m, int n,
-                                           const Shared<C>& smem, const Walk<C>& walk, int consumer, Ring<C>& ring) {
+                                           const Shared<C>& smem, const Walk<C>& walk, int share, Ring<C>& ring) {
   static_assert(C::BK == 128 && 128 % C::BN == 0, "a stage is one block, a tile has one scale of w");
   const int row = m + 16 * static_cast<int>(threadIdx.x / 32 % 4) + static_cast<int>(threadIdx.x % 32 / 4);
   const float* w_scale = e.column_scale + static_cast<int64_t>(min(n, shape.n - 1) / 128) * e.column_scale_step;
@@ -270,7 +299,7 @@ __device__ __forceinline__ void sum_blocks(float (&d)[C::kBlocksM][C::R], const 
     next_w = w_scale[after];
     barrier_wait(smem.full(ring.stage), ring.phase);
     const uint64_t a =
-        smem_descriptor<SmemLayout::kSwizzle128>(smem.a(ring.stage) + consumer * C::kBlocksM * 64 * kStageBytes, 8 * kStageBytes);
+        smem_descriptor<SmemLayout::kSwizzle128>(smem.a(ring.stage) + share * C::kBlocksM * 64 * kStageBytes, 8 * kStageBytes);
     const uint64_t b = smem_descriptor<SmemLayout::kSwizzle128>(smem.b(ring.stage), 8 * kStageBytes);
 #pragma unroll
     for (int i = 0; i < C::kBlocksM; ++i) {
@@ -373,10 +402,10 @@ __device__ __forceinline__ uint32_t pack(float a, float b) {
   }
 }
 
-// One chunk of 64 rows x kChunk columns: scale, add, round, and hand it to TMA. `buffer` alternates between the two of this warpgroup.
+// One chunk of 64 rows x kChunk columns: scale, add, round, and hand it to TMA. `buffer` goes round those of this warpgroup.
 template <class C>
 __device__ __forceinline__ void store_chunk(const typename C::Sum* d, const float (&row_scale)[2], const Maps& maps, const Shared<C>& smem,
-                                            int consumer, int buffer, int local_n, int m, int n) {
+                                            int consumer, int turn, int& buffer, int local_n, int m, int n) {
   constexpr int kUnits = C::kChunk / 8;  // of 8 columns, 16 bytes
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint32_t to = smem.c(consumer) + buffer * C::kChunkBytes;
@@ -392,7 +421,7 @@ __device__ __forceinline__ void store_chunk(const typename C::Sum* d, const floa
       float s0, b0, s1, b1;
       asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                    : "=f"(s0), "=f"(b0), "=f"(s1), "=f"(b1)
-                   : "r"(smem.columns() + 8 * (local_n + 8 * (u + v) + 2 * (lane % 4))));
+                   : "r"(smem.columns(turn) + 8 * (local_n + 8 * (u + v) + 2 * (lane % 4))));
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float y0 = static_cast<float>(d[4 * (u + v) + 2 * h]) * row_scale[h], y1 = static_cast<float>(d[4 * (u + v) + 2 * h + 1]) * row_scale[h];
@@ -409,6 +438,7 @@ __device__ __forceinline__ void store_chunk(const typename C::Sum* d, const floa
     tma_store(&maps.y, to, n, m);
     store_commit();
   }
+  buffer = (buffer + 1) % C::kChunkBuffers;
 }
 
 template <class C>
@@ -416,18 +446,26 @@ __device__ __forceinline__ void consume(const Maps& maps, const DenseShape& shap
                                         const Walk<C>& walk) {
   const int consumer = static_cast<int>(threadIdx.x) / 128 - 1;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int share = consumer % C::kSharers, turn = C::kTiles > 1 ? consumer : 0;
   Ring<C> ring;
+  if (turn > 0) {
+    pass_turn<C>();
+    ring.skip(walk.k_end - walk.k_begin);
+  }
   uint32_t columns_phase = 0;
-  for (int tile = walk.first(); tile < walk.count(); tile += walk.clusters, columns_phase ^= 1) {
+  int buffer = 0;
+  for (int tile = walk.first() + turn * walk.clusters; tile < walk.count(); tile += C::kTiles * walk.clusters, columns_phase ^= 1) {
     int m, n;
     walk.origin(tile, shape.raster, m, n);
-    m += consumer * C::kBlocksM * 64;
+    m += share * C::kBlocksM * 64;
+    take_turn<C>();
     typename C::Sum d[C::kBlocksM][C::R];
     if constexpr (C::kSums == Sums::kBlock) {
-      sum_blocks<C>(d, shape, e, m, n, smem, walk, consumer, ring);
+      sum_blocks<C>(d, shape, e, m, n, smem, walk, share, ring);
     } else {
-      sum_plain<C>(d, smem, walk, consumer, ring);
+      sum_plain<C>(d, smem, walk, share, ring);
     }
+    if constexpr (C::kTiles > 1) ring.skip((C::kTiles - 1) * (walk.k_end - walk.k_begin));
     if constexpr (C::kSplit > 1) join_split<C>(d, smem, walk);
     float row_scale[C::kBlocksM][2];
 #pragma unroll
@@ -438,7 +476,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const DenseShape& shap
         row_scale[i][h] = C::kSums == Sums::kPlain && e.row_scale && row < shape.m ? e.row_scale[static_cast<int64_t>(row) * e.row_scale_step] : 1.f;
       }
     }
-    barrier_wait(smem.columns_full(), columns_phase);
+    barrier_wait(smem.columns_full(turn), columns_phase);
     constexpr int kChunks = C::BN / C::kChunk / C::kSplit;
     const int own = C::kSplit > 1 ? walk.split * (C::BN / C::kSplit) : 0;
 #pragma unroll
@@ -446,10 +484,10 @@ __device__ __forceinline__ void consume(const Maps& maps, const DenseShape& shap
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
         const int column = own + c * C::kChunk;
-        store_chunk<C>(&d[i][c * C::kChunk / 2], row_scale[i], maps, smem, consumer, (i * kChunks + c) % 2, column, m + 64 * i, n + column);
+        store_chunk<C>(&d[i][c * C::kChunk / 2], row_scale[i], maps, smem, consumer, turn, buffer, column, m + 64 * i, n + column);
       }
     }
-    if (lane == 0) barrier_arrive(smem.columns_empty());
+    if (lane == 0) barrier_arrive(smem.columns_empty(turn));
   }
   if (threadIdx.x % 128 == 0) store_wait<0>();
 }
@@ -468,10 +506,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSM)
 #pragma unroll
     for (int s = 0; s < C::kStages; ++s) {
       barrier_init(smem.full(s), 1);
-      barrier_init(smem.empty(s), (C::kClusterM + C::kClusterN - 1) * C::kConsumers * 4);
+      barrier_init(smem.empty(s), (C::kClusterM + C::kClusterN - 1) * C::kSharers * 4);
     }
-    barrier_init(smem.columns_full(), 32);
-    barrier_init(smem.columns_empty(), C::kConsumers * 4);
+#pragma unroll
+    for (int t = 0; t < C::kTiles; ++t) {
+      barrier_init(smem.columns_full(t), 32);
+      barrier_init(smem.columns_empty(t), C::kSharers * 4);
+    }
     barrier_init_fence();
   }
   C::kCluster > 1 ? cluster_sync() : __syncthreads();
