@@ -16,6 +16,7 @@ import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 
@@ -165,11 +166,32 @@ class BuildNative(cpp_extension.BuildExtension):
                 if path.exists() and not Path(f"{path}.ptxas").exists():
                     path.unlink()
             self.force = True  # ninja decides what to compile; setuptools would only look at the sources named, not at headers
-            with ninja_output(ROOT / "build" / "kernels.log"):
+            with ninja_output(ROOT / "build" / "kernels.log"), self._flags_by_unit():
                 super().build_extension(ext)
             self._write_report(objects, started_from)
         finally:
             self.build_temp = base
+
+    @contextmanager
+    def _flags_by_unit(self):
+        """torch's builder has one set of flags for all units of an extension: it is asked once for each set of architectures."""
+        compile_all = self.compiler.compile
+
+        def compile_groups(sources: list[str], *args: Any, extra_postargs: dict[str, list[str]], **kwargs: Any) -> list[str]:
+            groups: dict[tuple[str, ...], list[str]] = {}
+            for source in sources:
+                groups.setdefault(digest.unit_architectures(ROOT / source), []).append(source)
+            found = {}
+            for archs, units in groups.items():
+                flags = extra_postargs | {"nvcc": list(digest.nvcc_flags(archs))}
+                found |= dict(zip(units, compile_all(units, *args, extra_postargs=flags, **kwargs), strict=True))
+            return [found[source] for source in sources]
+
+        self.compiler.compile = compile_groups
+        try:
+            yield
+        finally:
+            self.compiler.compile = compile_all
 
     def _objects(self, ext: Extension) -> dict[str, Path]:
         return {source: Path(self.build_temp, source).absolute().with_suffix(".o") for source in ext.sources}

@@ -15,6 +15,8 @@ _LIBRARY = Path(__file__).with_name("_kernels.so")
 _REPORT = Path(__file__).with_name("_kernels.json")
 _OLDEST_TORCH = (2, 10)  # the LibTorch stable ABI that the library asks for
 
+_OLDEST_GPU = (8, 0)
+
 
 @functools.cache
 def load() -> str | None:
@@ -50,6 +52,8 @@ def _missing_architecture() -> str | None:
     built = build_report().get("architectures", [])
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
+        if (major, minor) < _OLDEST_GPU:
+            return f"cuda:{index} ({torch.cuda.get_device_name(index)}) is sm_{major}{minor}, the kernels need sm_80 or later"
         if not any(_runs_on(arch, major, minor) for arch in built):
             name = torch.cuda.get_device_name(index)
             have = ", ".join(f"sm_{arch}" for arch in built) or "nothing"

@@ -32,6 +32,9 @@ NVCC_FLAGS = (
 )
 RUNTIME_FLAGS = ("-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-Wall")
 
+# A unit that includes one of these is made of instructions that sm_90a alone has.
+HOPPER_HEADERS = frozenset({"common/ptx_sm90.cuh", "common/wgmma.cuh", "sampling/cluster.cuh"})
+
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _ARCH = re.compile(r"\d{2,3}[af]?")
 
@@ -45,8 +48,18 @@ def architectures() -> tuple[str, ...]:
     return archs or ("90a",)
 
 
-def nvcc_flags() -> tuple[str, ...]:
-    return (*NVCC_FLAGS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures()))
+def unit_architectures(unit: Path, archs: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    """Those of a build's architectures (by default this one's) that a translation unit is compiled for. A unit for sm_90a alone is compiled
+    for it in every build, since its host code is needed; its launches fail with a clear error elsewhere."""
+    every = architectures() if archs is None else archs
+    if not any(path.relative_to(CSRC).as_posix() in HOPPER_HEADERS for path in included(unit)):
+        return every
+    return tuple(arch for arch in every if arch == "90a") or ("90a",)
+
+
+def nvcc_flags(archs: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    every = architectures() if archs is None else archs
+    return (*NVCC_FLAGS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in every))
 
 
 def kernel_sources() -> list[Path]:

@@ -19,10 +19,17 @@ struct LaunchShape {
   int cluster = 1;  // CTAs of one cluster along x; grid.x is a multiple of it
 };
 
+// What a launch says when the device is not one that the kernel was built for.
+inline void check_code(cudaError_t error, const char* name) {
+  if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction) return check_launch(error, name);
+  throw std::runtime_error(std::string(name) + ": this build holds no code of the kernel for sm_" + std::to_string(device_architecture()) +
+                           "; kernels of Hopper's own instructions run on sm_90 alone, others where PYLLM_CUDA_ARCHS named it");
+}
+
 template <class... KernelArgs, class... Args>
 void launch(const char* name, const LaunchShape& shape, cudaStream_t stream, void (*kernel)(KernelArgs...), const Args&... args) {
   if (shape.smem > 48 * 1024) {
-    check_launch(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.smem)), name);
+    check_code(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.smem)), name);
   }
   cudaLaunchAttribute attributes[2];
   int count = 0;
@@ -32,7 +39,7 @@ void launch(const char* name, const LaunchShape& shape, cudaStream_t stream, voi
   }
   if (shape.cluster > 1) {
     if (shape.cluster > 8) {  // 8 is the portable limit
-      check_launch(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), name);
+      check_code(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), name);
     }
     attributes[count].id = cudaLaunchAttributeClusterDimension;
     attributes[count].val.clusterDim.x = shape.cluster;
@@ -46,7 +53,7 @@ void launch(const char* name, const LaunchShape& shape, cudaStream_t stream, voi
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = count;
-  check_launch(cudaLaunchKernelEx(&config, kernel, static_cast<KernelArgs>(args)...), name);
+  check_code(cudaLaunchKernelEx(&config, kernel, static_cast<KernelArgs>(args)...), name);
 }
 
 }  // namespace pyllm

@@ -106,18 +106,24 @@ __device__ __forceinline__ float sum_of_squares(const float (&y)[2][kChunk]) {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
+// Before sm_90 these instructions do not exist, and launch_if_halves takes nothing.
 __device__ __forceinline__ void init_barrier(uint64_t* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
 }
 // By one thread: `bytes` (a multiple of 16) to shared memory, counted by the barrier.
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
+#endif
 }
 __device__ __forceinline__ void wait_barrier(uint64_t* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -126,6 +132,7 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier) {
       "@!done bra again;\n"
       "}\n" ::"r"(shared_address(barrier))
       : "memory");
+#endif
 }
 
 // grid (T, pieces): a piece is one pass of each warp.
@@ -357,7 +364,7 @@ bool launch_if_halves(const QkNormRopeAppendParams& p, cudaStream_t stream) {
   } else {
     const auto unaligned = reinterpret_cast<uintptr_t>(p.q_weight) | reinterpret_cast<uintptr_t>(p.k_weight);
     const bool has_kernel = p.dim == 64 || p.dim == 128 || p.dim == 256;
-    if (!has_kernel || p.rotary != p.dim || p.interleaved || unaligned % 16 != 0) return false;
+    if (device_architecture() < 90 || !has_kernel || p.rotary != p.dim || p.interleaved || unaligned % 16 != 0) return false;
     dispatch<64, 128, 256>("qk_norm_rope_append: head dimension", p.dim, [&](auto dim) {
       dispatch_bool(p.q_weight != nullptr || p.k_weight != nullptr,
                     [&](auto norm) { launch_rope_halves<T, decltype(dim)::value, decltype(norm)::value, Fp8>(p, stream); });

@@ -4,7 +4,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 
+#include "common/device.h"
 #include "common/params.h"
 
 namespace pyllm::norm {
@@ -89,7 +92,11 @@ inline unsigned ceil_log2(int x) {
 // Rows of one warp share a CTA, any other row is a CTA, or a cluster of CTAs where few long rows leave most SMs idle.
 inline Grid plan_grid(int64_t rows, int n, int item_size, int threads, int max_threads, int sms) {
   int split = threads > kMaxThreads ? 2 : 1;
-  if (n * item_size >= kClusterBytes) {
+  const bool clusters = device_architecture() >= 90;
+  if (split > 1 && !clusters) {
+    throw std::runtime_error("norm: rows of " + std::to_string(n) + " elements take two CTAs, which need a GPU of sm_90");
+  }
+  if (clusters && n * item_size >= kClusterBytes) {
     for (int wider = kClusterCtas; wider > split; wider /= 2) {
       if (threads % (32 * wider) == 0 && rows * wider <= sms / 2) split = wider;
     }

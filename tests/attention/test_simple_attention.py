@@ -120,7 +120,7 @@ def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "q dims": ({"q": zeros(3, 64)}, r"q has 2 dimensions, expected 3"),
-    "q dtype": ({"q": zeros(3, 4, 64, dtype=torch.float64)}, r"q is .*float64, expected bfloat16"),
+    "q dtype": ({"q": zeros(3, 4, 64, dtype=torch.float64)}, r"q is .*, expected bfloat16.* or float"),
     "k dtype": ({"k": zeros(9, 2, 64, dtype=FP16)}, r"k is .*float16, expected .*bfloat16 like q"),
     "k dims": ({"k": zeros(9, 64)}, r"k has 2 dimensions, expected 3"),
     "D": ({"k": zeros(9, 2, 128)}, r"k \.size\(2\) is 128, expected D=64"),

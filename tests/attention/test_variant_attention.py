@@ -48,11 +48,8 @@ def test_references_are_their_formulas() -> None:
             for j in range(n):
                 for h in range(4):
                     p = L - n + j
-                    q, k, v = (
-                        step.q[first + j, h].double(),
-                        step.k[begin : begin + p + 1, h // 2].double(),
-                        step.v[begin : begin + p + 1, h // 2],
-                    )
+                    keys = slice(begin, begin + p + 1)
+                    q, k, v = step.q[first + j, h].double(), step.k[keys, h // 2].double(), step.v[keys, h // 2]
                     s = 0.5 * (k @ q)
                     at = torch.arange(p + 1)
                     if name == "alibi":

@@ -13,7 +13,7 @@ from pyllm import _native
 from pyllm.ops.registry import OpInfo
 from tests.repo.sources import ALL_OPS, KERNEL_OPS, name
 from tools import ptxas, toolchain
-from tools.digest import CSRC, ROOT, architectures, csrc_digest, included, kernel_sources, op_digest
+from tools.digest import CSRC, ROOT, architectures, csrc_digest, included, kernel_sources, op_digest, unit_architectures
 
 LIBRARY = ROOT / "pyllm" / "_kernels.so"
 needs_library = pytest.mark.skipif(toolchain.find_cuda_home() is None and not LIBRARY.exists(), reason="no nvcc here, no kernel library")
@@ -66,7 +66,8 @@ def test_the_report_covers_every_unit_and_architecture() -> None:
     report = _native.build_report()
     for unit, kernels in report["units"].items():
         assert kernels, f"{unit} holds no kernel"
-        assert {kernel["arch"] for kernel in kernels} == {f"sm_{arch}" for arch in report["architectures"]}, unit
+        archs = unit_architectures(ROOT / unit, tuple(report["architectures"]))
+        assert {kernel["arch"] for kernel in kernels} == {f"sm_{arch}" for arch in archs}, unit
         assert all(0 < kernel["registers"] <= 255 for kernel in kernels), unit
 
 
@@ -175,6 +176,25 @@ def test_architectures_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PYLLM_CUDA_ARCHS", "hopper")
     with pytest.raises(ValueError, match="'hopper' is not an architecture"):
         architectures()
+
+
+def test_units_of_hopper_instructions_are_built_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYLLM_CUDA_ARCHS", "80;90a")
+    plain, hopper = CSRC / "attention/simple_attention.cu", CSRC / "sampling/sample_tokens.cu"
+    assert unit_architectures(plain) == ("80", "90a")
+    assert unit_architectures(hopper) == ("90a",)
+    assert unit_architectures(hopper, ("80", "89")) == ("90a",)
+    assert unit_architectures(plain, ("89",)) == ("89",)
+
+
+def test_no_other_unit_has_unguarded_instructions_of_hopper() -> None:
+    """It would not compile for the architectures before, which a build for sm_90a alone does not show."""
+    hopper = re.compile(r'"[^"\n]*\b(?:wgmma|cp\.async\.bulk|mapa|barrier\.cluster|setmaxnreg|griddepcontrol|expect_tx)\b')
+    for unit in (path for path in kernel_sources() if path.suffix == ".cu" and unit_architectures(path, ("80",)) == ("80",)):
+        for path in included(unit):
+            text = path.read_text(encoding="utf-8")
+            bare = re.sub(r"^#if [^\n]*__CUDA_ARCH__ >= 900$.*?^#endif$", "", text, flags=re.MULTILINE | re.DOTALL)
+            assert not (found := hopper.search(bare)), f"{name(path)}, a part of {name(unit)}: {found[0] if found else ''}"
 
 
 def test_ptxas_report_is_read() -> None:
