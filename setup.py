@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
@@ -218,8 +219,21 @@ class BuildNative(cpp_extension.BuildExtension):
             beside.write_text(text)
 
 
+class BuildPython(build_py):
+    """build_py, and the templates that pyllm.jit compiles at run time: a source tree has them in csrc, a package beside pyllm.jit."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for path in digest.included(digest.CSRC / "attention" / "variant_attention.cuh"):
+            to = Path(self.build_lib, "pyllm", "jit", "csrc", path.relative_to(digest.CSRC))
+            to.parent.mkdir(parents=True, exist_ok=True)
+            self.copy_file(str(path), str(to))
+
+
 ninja_on_path()
 setup(
     ext_modules=[ext for ext in (kernel_extension(), runtime_extension()) if ext is not None],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "build_py": BuildPython},
 )

@@ -10,9 +10,10 @@ import torch
 
 from pyllm.jit import AttentionVariant, Param
 from pyllm.jit.params import Params
-from pyllm.jit.source import generate, template_folder
+from pyllm.jit.source import TEMPLATES, generate, template_folder
 from pyllm.jit.variant import numbered
 from tests.jit.examples import alibi, document_mask, soft_cap
+from tools.digest import CSRC, included
 
 
 def test_equal_declarations_are_one_variant() -> None:
@@ -79,6 +80,11 @@ def test_tensors_of_a_call() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             variant.tensors(given)
+
+
+def test_the_digest_covers_every_template() -> None:
+    found = {path.relative_to(CSRC).as_posix() for path in included(CSRC / TEMPLATES[0])}
+    assert found == set(TEMPLATES)
 
 
 def test_the_mirror_of_the_parameters_agrees_with_the_header() -> None:
