@@ -1,4 +1,4 @@
-"""The `pyllm` command: generate, explain, env. A mistake of the user's is one line on stderr and exit code 2."""
+"""The `pyllm` command: generate, explain, plan, bench, env. A mistake of the user's is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+
+from pyllm import cli_bench
 
 
 class Commands(TyperGroup):
@@ -112,6 +114,10 @@ def explain(
     spec = spec_from_config(open_model_files(model).config)
     report = explain_spec(spec, tp=tp, batch=batch, context=context, gpu=gpu)
     typer.echo(report.json() if as_json else str(report).rstrip())
+
+
+app.add_typer(cli_bench.app, name="bench")
+app.command()(cli_bench.plan)
 
 
 @app.command()

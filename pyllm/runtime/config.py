@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 from pyllm.runtime.graph import graph_sizes
 from pyllm.runtime.kv import PAGE_SIZES
-from pyllm.runtime.refuse import refuse_unknown
+from pyllm.runtime.refuse import Checked
 
 POLICIES = ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION")
 
 
-class _Config:
-    HINTS: ClassVar[dict[str, str]] = {}
-
-    def __new__(cls, *args: Any, **given: Any) -> Any:
-        refuse_unknown(cls.__name__, given, [f.name for f in fields(cls)], cls.HINTS)  # type: ignore[arg-type]
-        return super().__new__(cls)
-
-    def _need(self, name: str, good: bool, expected: str) -> None:
-        if not good:
-            raise ValueError(f"{type(self).__name__}: {name} is {getattr(self, name)!r}, expected {expected}")
-
+class _Config(Checked):
     def _need_count(self, name: str) -> None:
         value = getattr(self, name)
         self._need(name, value is None or (type(value) is int and value >= 1), "None or an integer, at least 1")

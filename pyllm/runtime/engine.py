@@ -102,9 +102,10 @@ class Engine:
         self._runner = Runner(module, self.kv, rows, buffers, shaper, _sizes(graph_sizes, max_batch, cuda))
         if cuda and self._runner.sizes:
             self._runner.graphs.capture(self._runner.sizes, progress)
+        self.dtype, self.max_batch, self.chunk, self.reserve = dtype, max_batch, chunk, reserve
         self.overlap = cuda if overlap is None else overlap
         self._flights: deque[Flight] = deque()
-        self._next_id = 0
+        self._next_id, self._vocab = 0, spec.vocab_size
         self.steps, self.host_seconds = 0, 0.0  # of launched steps: the time in which the host did not wait for the device
 
     def _pool_pages(
@@ -164,6 +165,7 @@ class Engine:
         request.prompt_logprobs = None if params.prompt_logprobs is None else [None] * len(prompt)
         request.tokens = np.zeros(min(len(prompt) + params.max_tokens, limit), np.int32)
         request.tokens[: len(prompt)] = prompt
+        request.limit = len(request.tokens) - len(prompt)
         request.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
         need = self._scheduler.pages_needed(request)
         if need > self.pool.total:
@@ -178,6 +180,7 @@ class Engine:
         request.request_id = self._next_id
         self._next_id += 1
         request.after = request.after if self._scheduler.reuse else None
+        request.watched = request.streaming or request.text is not None
         self._scheduler.enqueue(request)
         return request
 
@@ -232,15 +235,21 @@ class Engine:
         for request, token in zip(flight.requests, tokens, strict=True):
             if request is not None and request.finish_reason is None:
                 moved.append(request)
-                self._append(request, token, now)
+                if token < 0 or token >= self._vocab:
+                    self._fail_sample(request, token)
+                    continue
+                request.token_ids.append(token)
+                request.timing.tokens.append(now)
+                if token in request.ends or request.watched or len(request.token_ids) == request.limit:
+                    self._check_end(request, token)
         return now - start
 
-    def _append(self, request: Request, token: int, now: float) -> None:
-        if token < 0 or token >= self.spec.vocab_size:
-            request.error = f"the model's logits at position {request.length - 1} hold no finite number or a NaN (sampled {token})"
-            self.pool.forget()  # pages of this request may hold what made them so
-            return self._finish(request, "error")
-        request.append(token, now)
+    def _fail_sample(self, request: Request, token: int) -> None:
+        request.error = f"the model's logits at position {request.length - 1} hold no finite number or a NaN (sampled {token})"
+        self.pool.forget()  # pages of this request may hold what made them so
+        self._finish(request, "error")
+
+    def _check_end(self, request: Request, token: int) -> None:
         if token in request.ends:
             request.stop_reason = token
             return self._finish(request, "stop")

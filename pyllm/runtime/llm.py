@@ -88,8 +88,8 @@ class LLM:
         **unsupported: Any,
     ) -> None:
         refuse_unknown("LLM", unsupported, [n for n in inspect.signature(LLM).parameters if n != "unsupported"], HINTS)
-        kv = _of_type("kv_cache_config", kv_cache_config or KvCacheConfig(), KvCacheConfig)
-        scheduler = _of_type("scheduler_config", scheduler_config or SchedulerConfig(), SchedulerConfig)
+        kv = _of_type("kv_cache_config", KvCacheConfig() if kv_cache_config is None else kv_cache_config, KvCacheConfig)
+        scheduler = SchedulerConfig() if scheduler_config is None else _of_type("scheduler_config", scheduler_config, SchedulerConfig)
         graphs = None if cuda_graph_config is None else _of_type("cuda_graph_config", cuda_graph_config, CudaGraphConfig)
         if not watchdog_timeout > 0:
             raise ValueError(f"LLM: watchdog_timeout is {watchdog_timeout!r}, expected seconds, more than 0")

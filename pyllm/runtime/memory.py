@@ -76,7 +76,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         rows = [("weights", self.weights), ("activations", self.activations), ("overhead", self.overhead), ("KV cache", self.kv)]
         lines = [f"{name:<12} {show_bytes(size):>12}  {size / self.total:6.1%}" for name, size in rows]
-        room = f"{self.tokens:,} tokens of {show_bytes(self.kv_token)} each" if self.kv else "does not fit"
+        room = f"{self.tokens:,} tokens of {self.kv_token / 1024:.4g} KiB each" if self.kv else "does not fit"
         return "\n".join([f"{'memory':<12} {show_bytes(self.total):>12}", *lines, f"{'KV room':<12} {room}"])
 
 

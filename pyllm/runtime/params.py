@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pyllm.runtime.refuse import refuse_unknown
+from pyllm.runtime.refuse import Checked
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
@@ -37,7 +37,7 @@ HINTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Checked):
     """temperature: 0 is greedy; None (the default) is greedy too, unless top_k, top_p or min_p is given: then 1.
     top_k: keep the k likeliest (0: all). top_p: keep the smallest set that reaches p, in (0, 1].
     min_p: keep p >= min_p * p_max, in [0, 1].
@@ -82,10 +82,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     bad_words: ClassVar[tuple[tuple[int, ...], ...]] = ()  # `bad` as token ids, put in by whoever has the tokenizer
-
-    def __new__(cls, *args: Any, **given: Any) -> SamplingParams:
-        refuse_unknown("SamplingParams", given, [f.name for f in fields(cls)], HINTS)
-        return super().__new__(cls)
+    HINTS = HINTS
 
     def __post_init__(self) -> None:
         shaped = any(v is not None for v in (self.top_k, self.top_p, self.min_p))
@@ -120,8 +117,7 @@ class SamplingParams:
         self._integer("max_tokens", 1, 2**31 - 1)
         self._integer("min_tokens", 0, 2**31 - 1)
         for name in ("ignore_eos", "include_stop_str_in_output", "add_special_tokens", "detokenize", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"SamplingParams: {name} is {getattr(self, name)!r}, expected True or False")
+            self._need(name, isinstance(getattr(self, name), bool), "True or False")
         for processor in self.logits_processor:
             if not callable(processor):
                 raise ValueError(f"SamplingParams: logits_processor holds {processor!r}, expected functions")
@@ -159,15 +155,14 @@ class SamplingParams:
         """The next step depends on tokens that the host must know."""
         return bool(self.logits_processor) or any(len(word) > 1 for word in self.bad_words)
 
-    def _real(self, name, expected, allowed) -> None:
+    def _real(self, name: str, expected: str, allowed: Callable[[float], bool]) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not allowed(value):
-            raise ValueError(f"SamplingParams: {name} is {value!r}, expected {expected}")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        self._need(name, number and math.isfinite(value) and allowed(value), expected)
 
     def _integer(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ValueError(f"SamplingParams: {name} is {value!r}, expected an integer from {low} to {high}")
+        self._need(name, type(value) is int and low <= value <= high, f"an integer from {low} to {high}")
 
     def _texts(self, name: str) -> tuple[str, ...]:
         value = getattr(self, name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import fields
+from typing import Any, ClassVar
 
 
 def refuse_unknown(owner: str, given: Mapping[str, Any], known: Iterable[str], hints: Mapping[str, str]) -> None:
@@ -19,3 +20,17 @@ def refuse_unknown(owner: str, given: Mapping[str, Any], known: Iterable[str], h
         raise TypeError(
             f"{owner}: there is no argument {name}" + (f"; did you mean {near[0]}?" if near else f", expected {', '.join(names)}")
         )
+
+
+class Checked:
+    """Base of the dataclasses that users fill in: unknown arguments are refused with `HINTS`."""
+
+    HINTS: ClassVar[dict[str, str]] = {}
+
+    def __new__(cls, *args: Any, **given: Any) -> Any:
+        refuse_unknown(cls.__name__, given, [f.name for f in fields(cls)], cls.HINTS)  # type: ignore[arg-type]
+        return super().__new__(cls)
+
+    def _need(self, name: str, good: bool, expected: str) -> None:
+        if not good:
+            raise ValueError(f"{type(self).__name__}: {name} is {getattr(self, name)!r}, expected {expected}")

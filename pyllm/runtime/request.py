@@ -52,7 +52,8 @@ class Request:
     streaming: bool = field(default=False, repr=False)  # and after each token
     text: TextOutput | None = field(default=None, repr=False)  # where stop strings are looked for
     # Kept by the engine.
-    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32), repr=False)  # prompt, then output; sized for both
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32), repr=False)  # prompt and output; see `sync_tokens`
+    limit: int = field(default=0, repr=False)  # samples until the request is full
     pages: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32), repr=False)
     keys: list[bytes] = field(default_factory=list, repr=False)  # of the full pages hashed so far
     named: int = field(default=0, repr=False)  # pages that the prefix cache knows by these keys; -1: no further ones
@@ -62,6 +63,7 @@ class Request:
     target: int = field(default=0, repr=False)  # tokens that were known at admission: the first sample follows them
     sampled: int = field(default=0, repr=False)  # samples launched; the last one may still be under way
     ends: frozenset[int] = field(default=frozenset(), repr=False)
+    watched: bool = field(default=False, repr=False)  # someone looks at each of its tokens
     after: Request | None = field(default=None, repr=False)  # admitted once that one's prompt is in the prefix cache
 
     @property
@@ -84,19 +86,14 @@ class Request:
         return len(self.prompt_token_ids) + self.sampled - 1
 
     @property
-    def limit(self) -> int:
-        """Samples until the request is full."""
-        return len(self.tokens) - len(self.prompt_token_ids)
-
-    @property
     def text_token_ids(self) -> list[int]:
         """The output without the token that ended it, which is no part of the text."""
         return self.token_ids[:-1] if self.finish_reason == "stop" and isinstance(self.stop_reason, int) else self.token_ids
 
-    def append(self, token: int, now: float) -> None:
-        self.tokens[self.length] = token
-        self.token_ids.append(token)
-        self.timing.tokens.append(now)
+    def sync_tokens(self) -> NDArray[np.int32]:
+        """`tokens`, with the output so far in it: a step only appends to `token_ids`."""
+        self.tokens[len(self.prompt_token_ids) : self.length] = self.token_ids
+        return self.tokens
 
 
 @dataclass

@@ -67,6 +67,7 @@ class Scheduler:
         self.reserve, self.reuse = reserve, reuse
         self.waiting: list[Request] = []
         self.running: list[Request] = []  # in order of admission
+        self._prefilling: list[Request] = []  # those of them that are not generating yet
         self.preemptions = 0
 
     def pages_needed(self, request: Request) -> int:
@@ -82,22 +83,27 @@ class Scheduler:
         if not self.reserve:
             self._grow()
         self._admit()
-        decodes = [r for r in self.rows.requests[: self.rows.top] if r is not None and r.decoding]
+        held = self.rows.requests[: self.rows.top]
+        if not self._prefilling:  # the step that must be quick
+            return Plan([r for r in held if r is not None], []) if held else None
+        decodes = [r for r in held if r is not None and r.decoding]
         chunks, budget = [], self.chunk
-        for request in self.running:
-            if budget and request.computed < request.target:
+        for request in self._prefilling:
+            if budget:
                 count = min(request.target - request.computed, budget)
                 if request.params.prompt_logprobs is not None:
                     count = min(count, LOGIT_ROWS)
                 chunks.append(Chunk(request, request.computed, count))
                 budget -= count
-        return Plan(decodes, chunks) if decodes or chunks else None
+        return Plan(decodes, chunks)
 
     def launched(self, plan: Plan) -> None:
         """The step is on its way: count it, name the pages it fills, free the rows of those that need no further one."""
         for chunk in plan.chunks:
             chunk.request.computed += chunk.count
             self.name_pages(chunk.request, chunk.request.computed)
+            if chunk.last:
+                self._prefilling.remove(chunk.request)
         for request in (*plan.decodes, *(c.request for c in plan.chunks if c.last)):
             request.sampled += 1
             if request.sampled == request.limit:
@@ -110,6 +116,7 @@ class Scheduler:
                 return  # preempted a moment ago: its last token is still under way
             if request.after is not None and not (request.after.decoding or request.after.finished):
                 return
+            request.sync_tokens()
             if not self._take_pages(request):
                 return
             if not request.timing.admitted:
@@ -117,6 +124,7 @@ class Scheduler:
                 request.timing.admitted = time.perf_counter()
             self.rows.assign(request)
             self.running.append(self.waiting.pop(0))
+            self._prefilling.append(request)
 
     def _take_pages(self, request: Request) -> bool:
         """Pages for all that the request may need, or (not reserving) for its known tokens and the next; known prefixes from the cache."""
@@ -158,7 +166,7 @@ class Scheduler:
         """Let the prefix cache know the full pages among the first `stored` tokens, which the host must know."""
         full = stored // self.page_size
         if self.reuse and 0 <= request.named < full:
-            extend_keys(request.keys, root_key(request.salt), request.tokens, full, self.page_size)
+            extend_keys(request.keys, root_key(request.salt), request.sync_tokens(), full, self.page_size)
             new = full - request.named
             known = self.pool.cache(b"".join(request.keys[request.named : full]), request.pages[request.named : full])
             request.named = full if known == new else -1
@@ -186,5 +194,7 @@ class Scheduler:
         if request.row >= 0:
             self.rows.clear(request)
         self.running.remove(request)
+        if request in self._prefilling:
+            self._prefilling.remove(request)
         self.pool.free(request.pages)
         request.pages = request.pages[:0]

@@ -64,7 +64,7 @@ class Shaper:
             logits[tuple(torch.tensor(banned, device=logits.device).unbind(1))] = _BANNED
         for i, r in active:
             for processor in r.params.logits_processor:
-                row = processor(r.tokens[: r.length].tolist(), logits[i])
+                row = processor([*r.prompt_token_ids, *r.token_ids], logits[i])
                 if not isinstance(row, Tensor) or row.shape != logits[i].shape:
                     raise ValueError(f"logits_processor: {processor!r} returned {row!r:.60}, expected logits of shape [{logits.shape[1]}]")
                 logits[i] = row
@@ -86,9 +86,11 @@ class Shaper:
 def _banned(request: Request) -> list[int]:
     """Tokens that would complete a bad word, and the end tokens while min_tokens are not reached."""
     p = request.params
+    longest = max((len(word) for word in p.bad_words), default=0)
+    ids = (request.prompt_token_ids[-longest:] + request.token_ids)[-longest:] if longest > 1 else []
     out = list(request.ends) if request.sampled < p.min_tokens else []
     for word in (*((t,) for t in p.bad_token_ids), *p.bad_words):
         head = word[:-1]
-        if not head or (len(head) <= request.length and request.tokens[request.length - len(head) : request.length].tolist() == list(head)):
+        if not head or tuple(ids[-len(head) :]) == head:
             out.append(word[-1])
     return out

@@ -71,7 +71,7 @@ class StepBuffers:
             requests.append(r)
         for c in plan.chunks:
             wanted = c.count if c.request.params.prompt_logprobs is not None else int(c.last)
-            if c.request.params.prompt_logprobs is not None and c.start < len(c.request.prompt_token_ids):
+            if c.request.params.prompt_logprobs is not None and c.start < len(c.request.prompt_token_ids) - 1:
                 prompt_rows.append((c.request, c.start, packer.rows, c.count))
             packer.add(c.request.tokens[c.start : c.start + c.count], c.start, c.request.pages, wanted)
             if c.last:

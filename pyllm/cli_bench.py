@@ -1,0 +1,208 @@
+"""`pyllm bench throughput|latency` and `pyllm plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Measure a model on this machine; names and report as in trtllm-bench.")
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Directory, .gguf file, or (with --load-format dummy) a shape: llama-3.1-8b ...")
+]
+Dataset = Annotated[Path | None, typer.Option(help="JSON lines with prompt or input_ids, and output_tokens. Default: random token ids.")]
+InputLen = Annotated[int, typer.Option(help="Tokens of each random prompt.")]
+OutputLen = Annotated[int, typer.Option(help="Tokens to generate for each random prompt.")]
+NumRequests = Annotated[int | None, typer.Option(help="Requests; default 100 (latency: 10), or the whole dataset.")]
+Warmup = Annotated[int, typer.Option(help="Requests before the measurement.")]
+LoadFormat = Annotated[str, typer.Option(help="auto, or dummy: random weights for the model's config.json.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the GPU where there is one.")]
+Dtype = Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")]
+MaxBatch = Annotated[int, typer.Option(help="Requests in a step.")]
+MaxTokens = Annotated[int, typer.Option(help="Prompt tokens in a step.")]
+MaxLen = Annotated[int | None, typer.Option(help="Tokens of a request. Default: the longest of the dataset.")]
+Fraction = Annotated[float, typer.Option(help="Share of the free memory for the KV cache.")]
+KvDtype = Annotated[str, typer.Option(help="auto or fp8.")]
+Policy = Annotated[str, typer.Option(help="GUARANTEED_NO_EVICT or MAX_UTILIZATION.")]
+ReportJson = Annotated[Path | None, typer.Option(help="Write the report here.")]
+Against = Annotated[list[str] | None, typer.Option(help="hf or vllm: run the same requests there, and print the ratio.")]
+Seed = Annotated[int, typer.Option(help="Of the random prompts.")]
+
+
+@app.command()
+def throughput(
+    model: Model,
+    dataset: Dataset = None,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 128,
+    num_requests: NumRequests = None,
+    concurrency: Annotated[int, typer.Option(help="Requests at a time; -1: all at once.")] = -1,
+    sweep: Annotated[str | None, typer.Option(help="Concurrencies, as in 1,8,64: one line each, and the knee of the curve.")] = None,
+    warmup: Warmup = 2,
+    load_format: LoadFormat = "auto",
+    device: Device = None,
+    dtype: Dtype = "auto",
+    max_batch_size: MaxBatch = 256,
+    max_num_tokens: MaxTokens = 8192,
+    max_seq_len: MaxLen = None,
+    kv_cache_free_gpu_mem_fraction: Fraction = 0.9,
+    kv_cache_dtype: KvDtype = "auto",
+    scheduler_policy: Policy = "GUARANTEED_NO_EVICT",
+    report_json: ReportJson = None,
+    against: Against = None,
+    seed: Seed = 0,
+) -> None:
+    """Many requests together: tokens per second."""
+    _bench(locals(), [int(c) for c in sweep.split(",")] if sweep else [concurrency], num_requests or 100)
+
+
+@app.command()
+def latency(
+    model: Model,
+    dataset: Dataset = None,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 128,
+    num_requests: NumRequests = None,
+    concurrency: Annotated[int, typer.Option(help="Requests at a time.")] = 1,
+    warmup: Warmup = 2,
+    load_format: LoadFormat = "auto",
+    device: Device = None,
+    dtype: Dtype = "auto",
+    max_num_tokens: MaxTokens = 8192,
+    max_seq_len: MaxLen = None,
+    kv_cache_free_gpu_mem_fraction: Fraction = 0.9,
+    kv_cache_dtype: KvDtype = "auto",
+    report_json: ReportJson = None,
+    against: Against = None,
+    seed: Seed = 0,
+) -> None:
+    """One request at a time: how long it takes."""
+    _bench({**locals(), "max_batch_size": concurrency, "scheduler_policy": "GUARANTEED_NO_EVICT"}, [concurrency], num_requests or 10)
+
+
+def _bench(o: dict[str, Any], concurrencies: list[int], count: int) -> None:
+    from pyllm.runtime import bench, peers
+    from pyllm.runtime.config import KvCacheConfig, SchedulerConfig
+    from pyllm.runtime.llm import LLM
+
+    for name in o["against"] or ():
+        if name not in peers.PEERS:
+            raise ValueError(f"bench: --against is {name!r}, expected one of {', '.join(peers.PEERS)}")
+    config = _config(o["model"], o["load_format"])
+    vocab = int(config.get("vocab_size") or 1000)
+    items = (
+        bench.read_dataset(o["dataset"], o["num_requests"])
+        if o["dataset"]
+        else bench.synthetic(count, o["input_len"], o["output_len"], vocab, o["seed"])
+    )
+    text = any(isinstance(i.prompt, str) for i in items)
+    longest = None if text else max(len(i.prompt) + i.output_tokens for i in items)
+    llm = LLM(
+        o["model"],
+        load_format=o["load_format"],
+        device=o["device"],
+        dtype=o["dtype"],
+        skip_tokenizer_init=not text,
+        max_batch_size=o["max_batch_size"],
+        max_num_tokens=o["max_num_tokens"],
+        max_seq_len=o["max_seq_len"] or longest,
+        kv_cache_config=KvCacheConfig(
+            free_gpu_memory_fraction=o["kv_cache_free_gpu_mem_fraction"], dtype=o["kv_cache_dtype"], enable_block_reuse=False
+        ),
+        scheduler_config=SchedulerConfig(capacity_scheduler_policy=o["scheduler_policy"]),
+    )
+    reports = []
+    with llm:
+        bench.run(llm, items[: o["warmup"]], -1, title="warming up", progress=True)
+        for concurrency in concurrencies:
+            reports.append(bench.report(llm, o["model"], o["load_format"], bench.measure(llm, items, concurrency)))
+        where, kind = llm._engine.device, llm._engine.dtype
+    typer.echo(bench.summary(reports[0]) if len(reports) == 1 else _curve(concurrencies, reports))
+    ours = max(r["performance"]["system_output_throughput_tok_s"] for r in reports)
+    del llm
+    options = {"load_format": o["load_format"], "device": where, "dtype": kind, "max_batch": o["max_batch_size"]}
+    for name in o["against"] or ():
+        reports[0].setdefault("against", {})[name] = _against(name, o["model"], config, items, concurrencies[-1], options, ours)
+    if o["report_json"]:
+        o["report_json"].write_text(json.dumps(reports[0] if len(reports) == 1 else reports, indent=1) + "\n")
+
+
+def _config(model: str, load_format: str) -> dict[str, Any]:
+    from pyllm.runtime.dummy import SHAPES
+    from pyllm.runtime.model import open_model_files, read_config
+
+    if load_format == "dummy":
+        return SHAPES.get(model) or read_config(model)
+    return open_model_files(model).config
+
+
+def _against(name: str, model: str, config: dict[str, Any], items: Any, concurrency: int, options: dict[str, Any], ours: float) -> Any:
+    import gc
+
+    import torch
+
+    from pyllm.runtime import peers
+
+    if not peers.installed(name):
+        typer.echo(f"{name:<22}not installed")
+        return None
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the peer shall have all the memory, too
+    speed = peers.tokens_per_second(name, model, config, items, concurrency, options)
+    typer.echo(f"{name:<22}{speed:.1f} tokens/s; pyllm is {ours / speed:.2f} times as fast")
+    return {"system_output_throughput_tok_s": speed, "ratio": ours / speed}
+
+
+def _curve(concurrencies: list[int], reports: list[dict[str, Any]]) -> str:
+    from pyllm.runtime.bench import knee
+
+    points = []
+    rows = [f"{'concurrency':>11} {'tokens/s':>10} {'TTFT ms':>9} {'TPOT ms':>9}"]
+    for c, r in zip(concurrencies, reports, strict=True):
+        speed, s = r["performance"]["system_output_throughput_tok_s"], r["streaming_metrics"]
+        points.append((s["avg_tpot_ms"] or s["avg_ttft_ms"], speed))
+        rows.append(f"{c:>11} {speed:>10.1f} {s['avg_ttft_ms']:>9.2f} {s['avg_tpot_ms'] or 0:>9.2f}")
+    rows[1 + knee(points)] += "  <- knee"
+    return "\n".join(rows)
+
+
+def plan(
+    model: Model,
+    memory: Annotated[float | None, typer.Option(help="GiB of the GPU. Default: what is free on this one, or 141.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
+    kv_cache_dtype: KvDtype = "auto",
+    max_batch_size: MaxBatch = 256,
+    max_num_tokens: MaxTokens = 8192,
+    free_gpu_memory_fraction: Fraction = 0.9,
+) -> None:
+    """Print what would take which memory: weights, activations, KV cache. Loads nothing and needs no GPU."""
+    import torch
+
+    from pyllm.models import spec_from_config
+    from pyllm.runtime.dummy import SHAPES
+    from pyllm.runtime.kv import free_bytes
+    from pyllm.runtime.memory import memory_plan
+    from pyllm.runtime.model import pick_dtype
+
+    config = _config(model, "dummy" if model in SHAPES else "auto")
+    here = torch.cuda.is_available()
+    total = int(memory * 2**30) if memory is not None else free_bytes(torch.device("cuda")) if here else 141 * 10**9
+    kind = pick_dtype(None if dtype == "auto" else dtype, torch.device("cuda"), config)
+    if kv_cache_dtype not in ("auto", "fp8"):
+        raise ValueError(f"plan: --kv-cache-dtype is {kv_cache_dtype!r}, expected auto or fp8")
+    made = memory_plan(
+        spec_from_config(config),
+        total,
+        dtype=kind,
+        kv_dtype=torch.float8_e4m3fn if kv_cache_dtype == "fp8" else kind,
+        tokens=max_num_tokens,
+        max_batch=max_batch_size,
+        fraction=free_gpu_memory_fraction,
+    )
+    typer.echo(str(made))
+    if not made.kv:
+        raise typer.Exit(1)

@@ -1,0 +1,128 @@
+"""`pyllm bench` and `pyllm plan`: datasets, the report and its arithmetic, peers, the knee of a curve, the memory plan."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pyllm.cli import app
+from pyllm.layers import bind, plan
+from pyllm.models import spec_from_config
+from pyllm.runtime import bench, peers
+from pyllm.runtime.dummy import SHAPES, DummyWeights
+from pyllm.runtime.memory import OVERHEAD, memory_plan, weight_bytes
+from tests.runtime.tiny import CONFIG, save_tiny, tiny_spec
+
+SMALL = ("--max-batch-size", 4, "--device", "cpu")
+
+
+def command(*args: object):
+    return CliRunner().invoke(app, [str(a) for a in args])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def test_a_report_of_random_weights_and_prompts(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))  # no weights, no tokenizer
+    path = tmp_path / "report.json"
+    args = ("--load-format", "dummy", "--num-requests", 9, "--input-len", 20, "--output-len", 6, "--report-json", path)
+    out = command("bench", "throughput", tmp_path, *args, *SMALL)
+    assert out.exit_code == 0, out.output
+    assert "20.0 in, 6.0 out" in out.stdout
+    r = json.loads(path.read_text())
+    assert r["engine"] | {"model": ""} == {
+        "model": "", "version": r["engine"]["version"], "backend": "pyllm", "dtype": "float32", "kv_cache_dtype": "float32",
+        "quantization": None, "load_format": "dummy",
+    }  # fmt: skip
+    assert (r["world_info"]["max_batch_size"], r["world_info"]["scheduling_policy"]) == (4, "GUARANTEED_NO_EVICT")
+    q, p, s = r["request_info"], r["performance"], r["streaming_metrics"]
+    assert (q["num_requests"], q["avg_input_length"], q["avg_output_length"]) == (9, 20, 6)
+    seconds = p["total_latency_ms"] / 1e3
+    assert p["system_output_throughput_tok_s"] == pytest.approx(54 / seconds)
+    assert p["system_total_throughput_tok_s"] == pytest.approx((54 + 180) / seconds)
+    assert p["request_throughput_req_s"] == pytest.approx(9 / seconds)
+    for spread in (p["request_latency_percentiles_ms"], s["ttft_percentiles"], s["tpot_percentiles"], s["itl_percentiles"]):
+        assert 0 <= spread["minimum"] <= spread["p50"] <= spread["p90"] <= spread["p99"] <= spread["maximum"]
+    assert s["avg_ttft_ms"] + 5 * s["avg_tpot_ms"] == pytest.approx(p["avg_request_latency_ms"])
+    assert p["steps"] >= 3 * 6
+
+
+def test_a_dataset_of_texts_and_ids(folder, tmp_path) -> None:
+    path = tmp_path / "data.jsonl"
+    rows = [{"task_id": i, "prompt": "abc" * (i + 1), "output_tokens": 2 + i} for i in range(3)]
+    rows.append({"task_id": 3, "input_ids": [1, 2, 3], "output_tokens": 9})
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    out = command("bench", "throughput", folder, "--dataset", path, *SMALL)
+    assert out.exit_code == 0, out.output
+    assert f"{(3 + 6 + 9 + 3) / 4:.1f} in, {(2 + 3 + 4 + 9) / 4:.1f} out" in out.stdout
+    assert [i.output_tokens for i in bench.read_dataset(path, 2)] == [2, 3]
+    for bad, text in (("{", "line 1: "), ('{"prompt": "x"}', "line 1: expected an object with prompt"), ("", "no requests")):
+        path.write_text(bad)
+        out = command("bench", "throughput", folder, "--dataset", path, *SMALL)
+        assert (out.exit_code, text in out.stderr) == (2, True), out.stderr
+
+
+def test_latency_and_a_sweep(folder) -> None:
+    out = command("bench", "latency", folder, "--num-requests", 2, "--input-len", 5, "--output-len", 3, "--device", "cpu")
+    assert out.exit_code == 0, out.output
+    assert "TPOT ms" in out.stdout
+    out = command("bench", "throughput", folder, "--num-requests", 6, "--input-len", 5, "--output-len", 3, "--sweep", "1,2,4", *SMALL)
+    assert out.exit_code == 0, out.output
+    assert [line.split()[0] for line in out.stdout.splitlines()] == ["concurrency", "1", "2", "4"]
+    assert out.stdout.count("<- knee") == 1
+
+
+def test_the_knee_is_where_the_curve_bends() -> None:
+    assert bench.knee([(1, 10), (2, 100), (10, 110), (30, 111)]) == 1
+    assert bench.knee([(1, 10)]) == 0
+
+
+def test_against_a_peer(folder, monkeypatch) -> None:
+    args = ("--num-requests", 3, "--input-len", 5, "--output-len", 4, "--load-format", "dummy", *SMALL)
+    out = command("bench", "throughput", folder, *args, "--against", "hf")
+    assert out.exit_code == 0, out.output
+    assert "times as fast" in out.stdout
+    monkeypatch.setattr(peers, "installed", lambda name: False)
+    assert "not installed" in command("bench", "throughput", folder, *args, "--against", "vllm").stdout
+    out = command("bench", "throughput", folder, *args, "--against", "abacus")
+    assert (out.exit_code, out.stderr) == (2, "pyllm: bench: --against is 'abacus', expected one of hf, vllm\n")
+
+
+def test_dummy_weights_are_all_that_a_declaration_asks_for() -> None:
+    spec = tiny_spec()
+    weights = DummyWeights(spec)
+    assert set(weights) == {name for item in plan(spec) for name in item.sources}
+    assert torch.equal(weights["model.embed_tokens.weight"], weights["model.embed_tokens.weight"])
+    bind(spec, weights)  # strict both ways
+    assert not torch.equal(weights["model.layers.0.self_attn.k_proj.weight"], weights["model.layers.0.self_attn.v_proj.weight"])
+    for config in SHAPES.values():
+        DummyWeights(spec_from_config(config))
+
+
+def test_the_memory_plan_adds_up() -> None:
+    spec = spec_from_config(SHAPES["llama-3.1-8b"])
+    assert weight_bytes(spec, torch.bfloat16) == pytest.approx(8.03e9 * 2, rel=0.01)  # 8.03 billion parameters, as published
+    total = 141 * 10**9
+    made = memory_plan(spec, total, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, tokens=8192, max_batch=256, fraction=0.9)
+    assert made.kv_token == 32 * 2 * 8 * 128  # layers, K and V, heads, dims; one byte each
+    assert made.kv == int((total - made.weights - made.activations - OVERHEAD) * 0.9)
+    assert made.tokens == made.kv // made.kv_token
+    assert math.isclose(made.activations, 1.1e9, rel_tol=0.5)
+
+
+def test_the_plan_command(folder) -> None:
+    out = command("plan", "llama-3.1-8b", "--memory", 141, "--kv-cache-dtype", "fp8")
+    assert (out.exit_code, "tokens of 64 KiB each" in out.stdout) == (0, True), out.output
+    out = command("plan", "llama-3.1-70b", "--memory", 100)
+    assert (out.exit_code, "does not fit" in out.stdout) == (1, True)
+    assert command("plan", folder, "--memory", 10).exit_code == 0
+    out = command("plan", "/no/such/model")
+    assert (out.exit_code, "no such file" in out.stderr) == (2, True)
+    assert command("plan", "llama-3.1-8b", "--kv-cache-dtype", "int2").exit_code == 2
