@@ -51,6 +51,7 @@ class FakeModel:
         assert b.positions.shape == b.slots.shape == (t,)
         assert b.page_table.shape[0] == n
         ids, positions, slots, starts, lens = (x.tolist() for x in (b.ids, b.positions, b.slots, b.q_starts, b.kv_lens))
+        assert all(0 <= i < self.vocab for i in ids), "a token id that no vocabulary has"
         assert starts[0] == 0
         assert starts[-1] == t
         assert len(starts) == n + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pyllm.runtime import host, pool
+from pyllm.runtime.keys import extend_keys, root_key
+from pyllm.runtime.pool import KEY_BYTES
 
 TWINS = [pytest.param(pool.BlockPool, id="python")]
 if host.NATIVE:
@@ -30,13 +33,24 @@ def outcome(call, *args):
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
+KEYS = [bytes([n]) * KEY_BYTES for n in range(6)]
+
+
+def path(*names: int) -> bytes:
+    return b"".join(KEYS[n] for n in names)
+
+
 class PoolMachine(RuleBasedStateMachine):
+    """Both twins beside a plain model: holders, names, and cached pages in the order of their last use."""
+
     PAGES = 9
 
     def __init__(self) -> None:
         super().__init__()
         self.twins = [twin.values[0](self.PAGES) for twin in TWINS]
         self.held: Counter[int] = Counter()
+        self.named: dict[int, bytes] = {}
+        self.cached: list[int] = []  # least recently used first
 
     def both(self, method: str, *args):
         results = [outcome(getattr(twin, method), *args) for twin in self.twins]
@@ -45,15 +59,43 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(-1, 10))
     def allocate(self, count: int) -> None:
-        free = self.PAGES - 1 - len(self.held)
+        available = self.PAGES - 1 - len(self.held)
+        free = available - len(self.cached)
         got = self.both("allocate", count)
-        if 0 <= count <= free:
+        if 0 <= count <= available:
             assert len(set(got)) == count
             assert not set(got) & set(self.held)
             assert 0 not in got
+            evicted = self.cached[: max(0, count - free)]
+            assert set(got) & set(self.cached) == set(evicted)
+            for page in evicted:
+                self.cached.remove(page)
+                del self.named[page]
             self.held.update(got)
         else:
             assert isinstance(got, tuple)
+
+    @rule(names=st.lists(st.integers(0, 5), max_size=4, unique=True))
+    def match(self, names: list[int]) -> None:
+        page_of = {key: page for page, key in self.named.items()}
+        want = [page_of[k] for k in itertools.takewhile(page_of.__contains__, (KEYS[n] for n in names))]
+        assert self.both("match", path(*names)) == want
+        self.cached = [page for page in self.cached if page not in want]
+        self.held.update(want)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), names=st.lists(st.integers(0, 5), max_size=4, unique=True))
+    def cache(self, data, names: list[int]) -> None:
+        pages = data.draw(st.permutations(sorted(self.held)))[: len(names)]
+        names = names[: len(pages)]
+        known = 0
+        for page, name in zip(pages, names, strict=True):
+            owner = next((p for p, k in self.named.items() if k == KEYS[name]), page)
+            if owner != page or self.named.get(page, KEYS[name]) != KEYS[name]:
+                break
+            self.named[page] = KEYS[name]
+            known += 1
+        assert self.both("cache", path(*names), ints(pages)) == known
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -73,23 +115,86 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             assert got is None
             self.held -= Counter(pages)
+            self.cached += [p for p in dict.fromkeys(reversed(pages)) if p not in self.held and p in self.named]
+
+    @rule()
+    def forget(self) -> None:
+        self.both("forget")
+        self.named, self.cached = {}, []
 
     @rule(page=st.integers(-2, 10), method=st.sampled_from(["free", "ref"]))
     def misuse(self, page: int, method: str) -> None:
         if page not in self.held:
             assert self.both(method, ints([*self.held, page]))[0] is ValueError
+            assert self.both("cache", path(0), ints([page]))[0] is ValueError
 
     @invariant()
     def nothing_lost(self) -> None:
         for twin in self.twins:
             twin.check()
             assert twin.used == len(self.held)
-            assert twin.available + twin.used == twin.total == self.PAGES - 1
+            assert twin.cached == len(self.cached)
+            assert twin.available == twin.free_pages + twin.cached
+            assert twin.free_pages + twin.used + twin.cached == twin.total == self.PAGES - 1
             assert all(twin.ref_count(page) == self.held[page] for page in range(1, self.PAGES))
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestPoolTwins = PoolMachine.TestCase
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_prefix_is_evicted_from_its_end(twin) -> None:
+    p = twin(6)
+    long = p.allocate(4)
+    assert p.cache(path(0, 1, 2, 3), long) == 4
+    p.free(long)
+    assert (p.free_pages, p.cached, p.used) == (1, 4, 0)
+    short = p.match(path(0, 1))
+    assert short.tolist() == long[:2].tolist()
+    p.free(short)  # used again: page 0 and 1 are younger now
+    fresh = p.allocate(3)
+    assert set(fresh.tolist()) == {5, long[3], long[2]}
+    assert p.match(path(0, 1, 2, 3)).tolist() == long[:2].tolist()
+    p.check()
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_two_requests_with_one_content_keep_one_name(twin) -> None:
+    p = twin(6)
+    first, second = p.allocate(2), p.allocate(2)
+    assert p.cache(path(0, 1), first) == 2
+    assert p.cache(path(0, 1), second) == 0
+    p.free(second)
+    assert (p.free_pages, p.cached) == (3, 0)
+    p.free(first)
+    assert (p.free_pages, p.cached) == (3, 2)
+    p.forget()
+    assert (p.free_pages, p.cached) == (5, 0)
+    for bad, text in (
+        (b"x", "got 1 bytes of keys, expected a multiple of 32"),
+        (path(0), "got 32 bytes of keys, expected 32 for each of 0"),
+    ):
+        with pytest.raises(ValueError, match=f"cache {text}"):
+            p.cache(bad, ints([]))
+    with pytest.raises(ValueError, match="match got 33 bytes"):
+        p.match(bytes(33))
+
+
+def test_keys_depend_on_the_salt_and_on_all_that_came_before() -> None:
+    def keys(tokens: list[int], salt: str = "", pages: int = 2) -> list[bytes]:
+        out: list[bytes] = []
+        extend_keys(out, root_key(salt), ints(tokens), pages, 4)
+        return out
+
+    one = keys([1, 2, 3, 4, 5, 6, 7, 8])
+    assert len({*one}) == 2 and {len(k) for k in one} == {KEY_BYTES}
+    assert keys([1, 2, 3, 4, 9, 9, 9, 9])[0] == one[0]
+    assert keys([0, 2, 3, 4, 5, 6, 7, 8])[1] != one[1]
+    assert not {*keys([1, 2, 3, 4, 5, 6, 7, 8], "salt")} & {*one}
+    grown = keys([1, 2, 3, 4, 5, 6, 7, 8], pages=1)
+    extend_keys(grown, root_key(""), ints([1, 2, 3, 4, 5, 6, 7, 8]), 2, 4)
+    assert grown == one
 
 
 @pytest.mark.parametrize("twin", TWINS)
