@@ -68,33 +68,43 @@ def generate(
     stats: Annotated[bool, typer.Option(help="Print speeds, and where the kernels ran, on stderr.")] = True,
 ) -> None:
     """Complete a prompt, streaming the text to stdout."""
-    from pyllm.runtime.generate import load_model, stream
+    from pyllm.runtime.llm import LLM
     from pyllm.runtime.params import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens)
-    loaded = load_model(model, device, dtype, max_batch=1)
-    pieces = stream(loaded, prompt, params, raw=raw)
-    try:
-        for piece in pieces:
-            sys.stdout.write(piece)
+    with LLM(model, device=device, dtype=dtype or "auto", max_batch_size=1) as llm:
+        if llm.tokenizer is None:
+            raise ValueError(f"{model}: the checkpoint has no tokenizer")
+        ids = llm.encode_chat([{"role": "user", "content": prompt}]) if llm.has_chat_template and not raw else prompt
+        out = llm.generate_async(ids, params, streaming=True)
+        for look in out:
+            sys.stdout.write(look.outputs[0].text_diff)
             sys.stdout.flush()
-    except RuntimeError as error:
-        typer.echo(f"\npyllm: {error}", err=True)
-        raise typer.Exit(1) from None
-    sys.stdout.write("\n")
-    sys.stdout.flush()
-    if stats:
-        typer.echo(_speeds(pieces.request), err=True)
-        typer.echo(loaded.status_line(), err=True)
+        if out.outputs[0].error:
+            typer.echo(f"\npyllm: {out.outputs[0].error}", err=True)
+            raise typer.Exit(1)
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        if stats:
+            typer.echo(_speeds(out), err=True)
+            typer.echo(_where(llm), err=True)
 
 
-def _speeds(request: Any) -> str:
+def _speeds(out: Any) -> str:
     """Prefill is the time from admission to the first token, decode the time from there to the last."""
-    t, prompt, output = request.timing, len(request.prompt_token_ids), len(request.token_ids)
+    t, prompt, output = out.timing, len(out.prompt_token_ids), out.outputs[0].length
     prefill = f"prefill {prompt} tokens, {prompt / (t.first_token - t.admitted):.1f} tokens/s"
     decode = f"decode {output} tokens" + (f", {(output - 1) / (t.last_token - t.first_token):.1f} tokens/s" if output > 1 else "")
-    why = {"stop": "the model ended", "length": "max-tokens or the context was reached"}[request.finish_reason]
+    why = {"stop": "the model ended", "length": "max-tokens or the context was reached"}[out.outputs[0].finish_reason]
     return f"{prefill}; {decode}; {why}"
+
+
+def _where(llm: Any) -> str:
+    from pyllm import _native
+
+    if llm.device.type == "cpu" and _native.kernels_available():
+        return "kernels: CPU references (device cpu was asked for)"
+    return _native.status_line()
 
 
 @app.command()

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from pyllm.runtime.graph import graph_sizes
 from pyllm.runtime.host import BlockPool
 from pyllm.runtime.kv import KvPool, SlotSizes, free_bytes, page_bytes
 from pyllm.runtime.params import SamplingParams, id_tuple
-from pyllm.runtime.request import Request
+from pyllm.runtime.request import Request, new_request
 from pyllm.runtime.rows import Rows
 from pyllm.runtime.runner import Flight, Runner
 from pyllm.runtime.schedule import Scheduler
@@ -142,31 +141,8 @@ class Engine:
     ) -> Request:
         """A request that `enqueue` takes; may be called from any thread. ValueError for one that can never run: a prompt that is empty
         or too long, a bad id, too few pages."""
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"submit: params is {params!r}, expected SamplingParams")
-        if not isinstance(prompt_token_ids, Iterable):
-            raise ValueError(f"submit: the prompt is {prompt_token_ids!r}, expected token ids")
-        prompt, vocab, limit = list(prompt_token_ids), self.spec.vocab_size, self.max_length
-        if not prompt:
-            raise ValueError("submit: the prompt is empty, expected at least one token")
-        if len(prompt) >= limit:
-            raise ValueError(
-                f"submit: the prompt has {len(prompt)} tokens, expected at most {limit - 1} (the context is {limit} positions)"
-            )
-        bias = [t for t, _ in params.logit_bias]
-        lists = {"the prompt": prompt, "stop_token_ids": params.stop_token_ids, "bad_token_ids": params.bad_token_ids, "logit_bias": bias}
-        for name, ids in lists.items():
-            bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, (int, np.integer)) or not 0 <= i < vocab]
-            if bad:
-                raise ValueError(f"submit: {name} holds {bad[0]!r}, expected token ids from 0 to {vocab - 1}")
-        request = Request(-1, [int(i) for i in prompt], params, priority=priority, salt=salt)
-        request.logprobs = None if params.logprobs is None else []
-        request.prompt_logprobs = None if params.prompt_logprobs is None else [None] * len(prompt)
-        request.tokens = np.zeros(min(len(prompt) + params.max_tokens, limit), np.int32)
-        request.tokens[: len(prompt)] = prompt
-        request.limit = len(request.tokens) - len(prompt)
-        request.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
+        request = new_request(prompt_token_ids, params, self._vocab, self.max_length, self.eos_ids)
+        request.priority, request.salt = priority, salt
         need = self._scheduler.pages_needed(request)
         if need > self.pool.total:
             size = self.kv.page_size

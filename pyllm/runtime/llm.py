@@ -15,7 +15,7 @@ from pyllm.runtime.config import CudaGraphConfig, KvCacheConfig, SchedulerConfig
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.loop import EngineLoop
 from pyllm.runtime.memory import activation_bytes
-from pyllm.runtime.model import load_parts
+from pyllm.runtime.model import CHUNK, load_parts
 from pyllm.runtime.outputs import RequestOutput
 from pyllm.runtime.params import SamplingParams
 from pyllm.runtime.progress import progress_bar
@@ -61,7 +61,8 @@ class LLM:
     tensor). tokenizer: a `pyllm.load.tokenizer.Tokenizer`, a directory or a tokenizer.json; None: the model's own.
     skip_tokenizer_init: token ids in and out. load_format: "auto", or "dummy": random weights for the directory's config.json.
     device: None takes the GPU where pyllm's kernels run, else the CPU. dtype: "auto", "fp32", "bf16" or "fp16".
-    max_batch_size: requests in a step. max_num_tokens: prompt tokens in a step. max_seq_len: tokens of a request, prompt and output.
+    max_batch_size: requests in a step. max_num_tokens: prompt tokens in a step (None: 8192 on a GPU, 512 on a CPU).
+    max_seq_len: tokens of a request, prompt and output.
     cuda_graph_config: None runs every step without a graph. watchdog_timeout: seconds a step may take until requests fail.
     Errors: ValueError or TypeError for an argument, MemoryError for a model or cache that does not fit, each one sentence.
     """
@@ -77,7 +78,7 @@ class LLM:
         load_format: str = "auto",
         skip_tokenizer_init: bool = False,
         max_batch_size: int = 256,
-        max_num_tokens: int = 8192,
+        max_num_tokens: int | None = None,
         max_seq_len: int | None = None,
         kv_cache_config: KvCacheConfig | None = None,
         scheduler_config: SchedulerConfig | None = None,
@@ -98,7 +99,8 @@ class LLM:
             dtype=None if dtype == "auto" else dtype, load_format=load_format, progress=progress,
         )  # fmt: skip
         self.tokenizer = None if skip_tokenizer_init else parts.tokenizer
-        cuda = parts.device.type == "cuda"
+        self._checkpoint, cuda = parts.checkpoint, parts.device.type == "cuda"
+        chunk = max_num_tokens or CHUNK[parts.device.type]
         self._engine = Engine(
             parts.spec,
             parts.module,
@@ -107,9 +109,9 @@ class LLM:
             page_size=kv.tokens_per_block,
             max_tokens=kv.max_tokens,
             memory_share=kv.free_gpu_memory_fraction if cuda else None,
-            spare_bytes=activation_bytes(parts, max_num_tokens, max_batch_size, kv.tokens_per_block) if cuda else 0,
+            spare_bytes=activation_bytes(parts, chunk, max_batch_size, kv.tokens_per_block) if cuda else 0,
             max_batch=max_batch_size,
-            chunk=max_num_tokens,
+            chunk=chunk,
             max_length=max_seq_len,
             kv_dtype=torch.float8_e4m3fn if kv.dtype == "fp8" else None,
             eos_ids=parts.eos_ids,
@@ -163,6 +165,21 @@ class LLM:
         out = self._make(inputs, sampling_params, priority, cache_salt, streaming)
         self._loop.submit(out._requests)
         return out
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """Token ids of a conversation (objects with role and content) by the model's own chat template: an input of `generate`."""
+        if self._checkpoint is None or self.tokenizer is None:
+            raise ValueError("LLM.encode_chat: there is no chat template without a model's files and its tokenizer")
+        text = self._checkpoint.render_chat(messages, **variables)
+        return self.tokenizer.encode(text, add_special_tokens=False)  # the template has written BOS already
+
+    @property
+    def device(self) -> torch.device:
+        return self._engine.device
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._checkpoint is not None and self._checkpoint.chat_template is not None
 
     def get_stats(self) -> dict[str, float]:
         """Counts of this moment: requests, pages, steps, and host seconds per step (the time in which it did not wait for the device)."""

@@ -1,8 +1,8 @@
-"""`load_model`: from a path (or "demo") to an engine with its tokenizer."""
+"""From a path, "demo" or a declaration to bound weights, with what the files say beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pyllm import _native
-from pyllm.runtime.engine import Engine
 from pyllm.runtime.kv import free_bytes, show_bytes
 from pyllm.runtime.memory import weight_bytes
 from pyllm.runtime.progress import progress_bar
@@ -26,60 +25,6 @@ CHUNK = {
     "cpu": 512,
     "cuda": 8192,
 }  # prompt tokens per step: a GPU wants few large steps, on a CPU a step must not stall the others for long
-
-
-@dataclass
-class LoadedModel:
-    """A model that is ready to run: its declaration, engine, checkpoint files and tokenizer."""
-
-    name: str
-    spec: Decoder
-    engine: Engine
-    checkpoint: Checkpoint
-    tokenizer: Tokenizer
-
-    @property
-    def device(self) -> torch.device:
-        return self.engine.device
-
-    def encode(self, prompt: str | Sequence[int], *, raw: bool = False) -> list[int]:
-        """Token ids of a prompt. Text goes through the chat template as a user's message where the model has one, unless `raw`."""
-        if not isinstance(prompt, Sequence):
-            raise ValueError(f"encode: the prompt is {prompt!r}, expected text or token ids")
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if raw or self.checkpoint.chat_template is None:
-            return self.tokenizer.encode(prompt)
-        text = self.checkpoint.render_chat([{"role": "user", "content": prompt}])
-        return self.tokenizer.encode(text, add_special_tokens=False)  # the template has written BOS already
-
-    def status_line(self) -> str:
-        """One line for people: where the kernels run."""
-        if self.device.type == "cpu" and _native.kernels_available():
-            return "kernels: CPU references (device cpu was asked for)"
-        return _native.status_line()
-
-
-def load_model(
-    path: str | Path,
-    device: str | torch.device | None = None,
-    dtype: str | torch.dtype | None = None,
-    *,
-    progress: bool = True,
-    **engine: Any,
-) -> LoadedModel:
-    """Open a Hugging Face directory, a `.gguf` file or "demo", bind its weights and make an engine.
-
-    device: None takes the GPU where pyllm's kernels run, else the CPU. dtype: None takes fp32 on a CPU, on a GPU what the checkpoint was
-    saved in (bf16 or fp16; bf16 where it says neither). engine: further arguments of `Engine` (max_batch, chunk, page_size, pages,
-    max_tokens, kv_dtype).
-    Errors: ValueError (CheckpointError for the files) of one line.
-    """
-    p = load_parts(path, device=device, dtype=dtype, progress=progress)
-    if p.tokenizer is None or p.checkpoint is None:
-        raise ValueError(f"{path}: the checkpoint has no tokenizer")
-    arguments: dict[str, Any] = {"chunk": CHUNK[p.device.type], "eos_ids": p.eos_ids, "progress": progress} | engine
-    return LoadedModel(p.name, p.spec, Engine(p.spec, p.module, device=p.device, dtype=p.dtype, **arguments), p.checkpoint, p.tokenizer)
 
 
 @dataclass

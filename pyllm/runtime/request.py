@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -111,3 +111,31 @@ class Timing:
     @property
     def last_token(self) -> float:
         return self.tokens[-1] if self.tokens else 0.0
+
+
+def new_request(prompt_token_ids: Iterable[int], params: SamplingParams | None, vocab: int, limit: int, eos_ids: frozenset[int]) -> Request:
+    """A request of a model with `vocab` tokens and a context of `limit`. ValueError for what it could never run."""
+    params = SamplingParams() if params is None else params
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"submit: params is {params!r}, expected SamplingParams")
+    if not isinstance(prompt_token_ids, Iterable):
+        raise ValueError(f"submit: the prompt is {prompt_token_ids!r}, expected token ids")
+    prompt = list(prompt_token_ids)
+    if not prompt:
+        raise ValueError("submit: the prompt is empty, expected at least one token")
+    if len(prompt) >= limit:
+        raise ValueError(f"submit: the prompt has {len(prompt)} tokens, expected at most {limit - 1} (the context is {limit} positions)")
+    bias = [t for t, _ in params.logit_bias]
+    lists = {"the prompt": prompt, "stop_token_ids": params.stop_token_ids, "bad_token_ids": params.bad_token_ids, "logit_bias": bias}
+    for name, ids in lists.items():
+        bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, (int, np.integer)) or not 0 <= i < vocab]
+        if bad:
+            raise ValueError(f"submit: {name} holds {bad[0]!r}, expected token ids from 0 to {vocab - 1}")
+    request = Request(-1, [int(i) for i in prompt], params)
+    request.logprobs = None if params.logprobs is None else []
+    request.prompt_logprobs = None if params.prompt_logprobs is None else [None] * len(prompt)
+    request.tokens = np.zeros(min(len(prompt) + params.max_tokens, limit), np.int32)
+    request.tokens[: len(prompt)] = prompt
+    request.limit = len(request.tokens) - len(prompt)
+    request.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
+    return request

@@ -170,9 +170,9 @@ def test_a_shared_prompt_is_computed_once(folder) -> None:
         assert llm.generate(text, plain).outputs[0].token_ids == cold.outputs[0].token_ids
 
 
-def speaking(text: str, **options) -> LLM:
-    """An LLM whose model says this text after any prompt of 4 characters, then ends."""
-    script = [*text.encode(), EOS]
+def speaking(text: str | list[int], **options) -> LLM:
+    """An LLM whose model says this after any prompt of 4 characters, then ends."""
+    script = [*(text.encode() if isinstance(text, str) else text), EOS]
     model = FakeModel(choose=lambda history: script[min(len(history) - 4, len(script) - 1)], vocab=VOCAB, nan_token=-1)
     llm = object.__new__(LLM)
     llm.tokenizer = Tokenizer(byte_tokenizer())
