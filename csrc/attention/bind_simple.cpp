@@ -11,7 +11,8 @@ namespace pyllm {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
-constexpr auto kBF16 = ScalarType::BFloat16, kFP16 = ScalarType::Half, kFP32 = ScalarType::Float, kInt = ScalarType::Int;
+constexpr auto kBF16 = ScalarType::BFloat16, kFP16 = ScalarType::Half, kFP32 = ScalarType::Float, kE4M3 = ScalarType::Float8_e4m3fn,
+               kInt = ScalarType::Int;
 
 const int* ints(const OptionalTensor& t) { return t ? static_cast<const int*>(t->data_ptr()) : nullptr; }
 
@@ -23,8 +24,23 @@ void check_keys(Check& check, const Tensor& t, const char* name, const Tensor& q
   } else {
     check(t, name).shape({"S", "K", "D"});
   }
-  check(t, name).dtype_like(q, "q").rows().aligned(16, 2);
+  check.require(t.scalar_type() == q.scalar_type() || t.scalar_type() == kE4M3, name, "is ", name_of(t.scalar_type()), ", expected ",
+                name_of(q.scalar_type()), " like q or float8_e4m3fn");
+  check(t, name).rows().aligned(16, t.element_size());
 }
+
+// [1] or [K] fp32, for e4m3 keys; its step per KV head.
+int check_scale(Check& check, const OptionalTensor& scale, const char* name, const Tensor& k) {
+  if (!scale) return 0;
+  check.require(k.scalar_type() == kE4M3, name, "is given, expected it only with float8_e4m3fn keys");
+  check(*scale, name).dtype({kFP32}).contiguous();
+  const int64_t size = scale->dim() == 1 ? scale->size(0) : -1;
+  check.require(size == 1 || size == check["K"], name, "has ", scale->numel(), " elements in ", scale->dim(),
+                " dimensions, expected [1] or [K=", check["K"], "]");
+  return size == 1 ? 0 : 1;
+}
+
+const float* floats(const OptionalTensor& t) { return t ? static_cast<const float*>(t->data_ptr()) : nullptr; }
 
 void check_indices(Check& check, const Tensor& q_starts, const OptionalTensor& kv_starts, const OptionalTensor& kv_lens,
                    const OptionalTensor& page_table) {
@@ -69,7 +85,8 @@ std::tuple<Tensor, Tensor> simple_attention_cuda(const Tensor& q, const Tensor& 
                                                  const OptionalTensor& kv_starts, const OptionalTensor& kv_lens,
                                                  const OptionalTensor& page_table, double scale, bool causal, int64_t window,
                                                  double softcap, const OptionalTensor& sinks, const OptionalTensor& mask,
-                                                 const OptionalTensor& mask_starts, int64_t max_q) {
+                                                 const OptionalTensor& mask_starts, const OptionalTensor& k_scale,
+                                                 const OptionalTensor& v_scale, int64_t max_q) {
   Check check("simple_attention");
   const bool paged = page_table.has_value();
   check(q, "q").shape({"T", "H", "D"}).dtype({kBF16, kFP16}).rows().aligned(16, 2);
@@ -77,6 +94,7 @@ std::tuple<Tensor, Tensor> simple_attention_cuda(const Tensor& q, const Tensor& 
   check.require(dim == 64 || dim == 96 || dim == 128 || dim == 256, "q", ".size(2) is ", dim, ", expected 64, 96, 128 or 256");
   check_keys(check, k, "k", q, paged);
   check_keys(check, v, "v", q, paged);
+  check(v, "v").dtype_like(k, "k");
   const int64_t kv_heads = check["K"];
   check.require(kv_heads > 0 && heads % kv_heads == 0, "q", "has H=", heads, " heads, expected a multiple of K=", kv_heads, " (from k)");
   check_indices(check, q_starts, kv_starts, kv_lens, page_table);
@@ -103,7 +121,11 @@ std::tuple<Tensor, Tensor> simple_attention_cuda(const Tensor& q, const Tensor& 
   p.kv_lens = ints(kv_lens);
   p.page_table = ints(page_table);
   p.table_stride = paged ? page_table->stride(0) : 0;
-  p.sinks = sinks ? static_cast<const float*>(sinks->data_ptr()) : nullptr;
+  p.sinks = floats(sinks);
+  p.k_scale_step = check_scale(check, k_scale, "k_scale", k);
+  p.v_scale_step = check_scale(check, v_scale, "v_scale", k);
+  p.k_scale = floats(k_scale);
+  p.v_scale = floats(v_scale);
   p.mask = mask ? static_cast<const uint32_t*>(mask->data_ptr()) : nullptr;
   p.mask_stride = mask ? mask->stride(0) : 0;
   p.mask_words = mask ? static_cast<int>(mask->size(1)) : 0;
@@ -126,7 +148,7 @@ std::tuple<Tensor, Tensor> simple_attention_cuda(const Tensor& q, const Tensor& 
     p.partial = static_cast<float*>(partial.data_ptr());
     p.partial_lse = p.partial + plan.splits * tokens * heads * dim;
   }
-  simple_attention(p, plan, static_cast<int>(dim), dtype_of(q), stream_of(check));
+  simple_attention(p, plan, static_cast<int>(dim), dtype_of(q), k.scalar_type() == kE4M3, stream_of(check));
   return {out, lse};
 }
 

@@ -9,8 +9,9 @@
 // memory: an odd number of 16-byte chunks, so that the 8 rows that ldmatrix reads fall into different banks.
 // Keys outside [low, high) of the tile's rows are never read: zeros stand in for them (0 x NaN of an unused slot is NaN).
 // Which tile a CTA has follows from q_starts alone, on the device; rows past q_starts[B] are one more sequence, without keys.
+// e4m3 keys and values are widened to q's dtype on their way to shared memory; their scales go to the scores and to the result.
 // Each row's sum runs over its keys in one order that depends on its sequence and `splits` alone. fp32 inside, weights rounded to 16 bits.
-// Limits: D and Dv multiples of 8 up to 256; P a power of two.
+// Limits: D and Dv multiples of 8 (of 16 for e4m3 keys) up to 256; P a power of two.
 #pragma once
 #include "attention/mma.cuh"
 #include "attention/simple_params.cuh"
@@ -47,6 +48,7 @@ struct ScorePlace {
 };
 
 struct PlainVariant {
+  static constexpr bool kSameScore = true;  // score() changes nothing
   __device__ __forceinline__ explicit PlainVariant(const SimpleAttentionParams&) {}
   __device__ __forceinline__ float score(float s, const ScorePlace&) const { return s; }
   __device__ __forceinline__ bool mask(const ScorePlace&) const { return true; }
@@ -63,12 +65,13 @@ __device__ __forceinline__ uint32_t pack_two(float lo, float hi, __nv_bfloat16) 
 
 // A tile of rows and the keys of this CTA.
 struct SimpleTile {
-  int b;              // B: the rows past the last sequence
-  int q_start, n, L;  // of the sequence: first row of q, rows, keys
-  int key_start;      // contiguous keys: row of the first
-  int first_row;      // of the tile, in n * G
-  int low, high;      // keys that some row of the tile sees
-  int begin, end;     // those of this split
+  int b;                  // B: the rows past the last sequence
+  int q_start, n, L;      // of the sequence: first row of q, rows, keys
+  int key_start;          // contiguous keys: row of the first
+  int first_row;          // of the tile, in n * G
+  int low, high;          // keys that some row of the tile sees
+  int all_low, all_high;  // those that every row sees, but for a custom mask
+  int begin, end;         // those of this split
 
   // q_starts says where the last sequence ends; the sequence after it is what is left of T.
   static __device__ __forceinline__ int rows_of(const SimpleAttentionParams& p, int b) {
@@ -127,6 +130,8 @@ struct SimpleTile {
     const int first = first_row / p.group, last = min(n - 1, (first_row + rows - 1) / p.group);
     high = p.causal ? max(0, min(L, L - n + last + 1)) : L;
     low = p.window > 0 ? max(0, L - n + first - p.window + 1) : 0;
+    all_high = p.causal ? min(L, L - n + first + 1) : L;
+    all_low = p.window > 0 ? L - n + last - p.window + 1 : 0;
     begin = low / key_tile * key_tile;
     const int tiles = high > begin ? (high - begin + key_tile - 1) / key_tile : 0;
     const int each = (tiles + p.splits - 1) / p.splits;
@@ -135,31 +140,104 @@ struct SimpleTile {
   }
 };
 
-// Copies rows [0, Count) of Chunks * 16 bytes, of which the first Filled chunks hold data, by all threads. where(row): its address, or null
-// for a row of zeros.
-template <int Count, int Chunks, int Filled, class Where>
-__device__ __forceinline__ void copy_rows(uint32_t to, const void* valid, Where where) {
-  constexpr int kStride = (Chunks | 1) * 16;
-  for (int i = threadIdx.x; i < Count * Chunks; i += kSimpleThreads) {
-    const int row = i / Chunks, chunk = i % Chunks;
-    const char* from = static_cast<const char*>(where(row));
-    const bool read = from != nullptr && chunk < Filled;
-    copy_async(to + row * kStride + chunk * 16, read ? from + chunk * 16 : valid, read ? 16 : 0);
+// Calls copy(row, chunk) for the Count * Chunks pieces of a tile, by all threads. Where it can, a thread keeps its chunk.
+template <int Count, int Chunks, class Copy>
+__device__ __forceinline__ void for_pieces(Copy copy) {
+  if constexpr (kSimpleThreads % Chunks == 0 && Count % (kSimpleThreads / Chunks) == 0) {
+    const int row = static_cast<int>(threadIdx.x) / Chunks, chunk = static_cast<int>(threadIdx.x) % Chunks;
+#pragma unroll
+    for (int i = 0; i < Count; i += kSimpleThreads / Chunks) copy(row + i, chunk);
+  } else {
+    for (int i = static_cast<int>(threadIdx.x); i < Count * Chunks; i += kSimpleThreads) copy(i / Chunks, i % Chunks);
   }
 }
 
-// Keys (or values) [key, key + Count) of the tile's sequence and this CTA's KV head.
-template <class T, int Count, int Dim>
-__device__ __forceinline__ void copy_keys(const SimpleAttentionParams& p, const SimpleTile& tile, const void* base, int64_t token_stride,
-                                          int64_t head_stride, int64_t page_stride, int key, uint32_t to) {
-  const T* head = static_cast<const T*>(base) + blockIdx.y * head_stride;
-  copy_rows<Count, (Dim + 15) / 16 * 2, Dim / 8>(to, base, [&](int row) -> const void* {
-    const int at = key + row;
-    if (at < tile.low || at >= tile.high) return nullptr;
-    if (p.page_table == nullptr) return head + (static_cast<int64_t>(tile.key_start) + at) * token_stride;
-    const int64_t page = p.page_table[tile.b * p.table_stride + (at >> p.page_shift)];
-    return head + page * page_stride + (at & ((1 << p.page_shift) - 1)) * token_stride;
+// Rows [0, Count) of Chunks * 16 bytes, of which the first Filled chunks hold data, to shared memory. offset(row): bytes from `base` to a
+// row, a valid address also where seen(row) is false and zeros take the row's place.
+template <int Count, int Chunks, int Filled, class Offset, class Seen>
+__device__ __forceinline__ void copy_rows(uint32_t to, const char* base, Offset offset, Seen seen) {
+  for_pieces<Count, Chunks>([&](int row, int chunk) {
+    const bool filled = Filled == Chunks || chunk < Filled;
+    copy_async(to + row * ((Chunks | 1) * 16) + chunk * 16, base + (filled ? chunk * 16 : 0) + offset(row), filled && seen(row) ? 16 : 0);
   });
+}
+
+// Two e4m3 to two values of T, exactly.
+__device__ __forceinline__ __half2 widen_two(uint32_t two) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t h;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(h) : "h"(static_cast<uint16_t>(two)));
+  return *reinterpret_cast<const __half2*>(&h);
+#else
+  // Exponent and mantissa of e4m3, moved up by 7 bits, are those of an fp16 number 2^8 smaller.
+  const uint32_t spread = (two & 0xffu) | (two & 0xff00u) << 8, magnitude = spread & 0x007f007fu;
+  uint32_t h = (spread & 0x00800080u) << 8 | magnitude << 7;
+  const __half2 x = __hmul2(*reinterpret_cast<const __half2*>(&h), __float2half2_rn(256.f));
+  h = *reinterpret_cast<const uint32_t*>(&x);
+  if ((magnitude & 0xffffu) == 0x7fu) h |= 0x7fffu;  // NaN
+  if (magnitude >> 16 == 0x7fu) h |= 0x7fff0000u;
+  return *reinterpret_cast<const __half2*>(&h);
+#endif
+}
+__device__ __forceinline__ uint32_t widened(uint32_t two, __half) {
+  const __half2 h = widen_two(two);
+  return *reinterpret_cast<const uint32_t*>(&h);
+}
+__device__ __forceinline__ uint32_t widened(uint32_t two, __nv_bfloat16) {
+  const float2 f = __half22float2(widen_two(two));
+  return pack_two(f.x, f.y, __nv_bfloat16{});
+}
+
+// As copy_rows, from rows of Dim e4m3 numbers.
+template <class T, int Count, int Dim, class Offset, class Seen>
+__device__ __forceinline__ void widen_rows(uint32_t to, const char* base, Offset offset, Seen seen) {
+  static_assert(Dim % 16 == 0, "rows of e4m3 are multiples of 16 bytes");
+  for_pieces<Count, Dim / 16>([&](int row, int chunk) {
+    const uint4 raw = seen(row) ? *reinterpret_cast<const uint4*>(base + chunk * 16 + offset(row)) : uint4{0, 0, 0, 0};
+    const uint32_t four[4] = {raw.x, raw.y, raw.z, raw.w}, at = to + row * ((Dim / 8 | 1) * 16) + chunk * 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t a = four[2 * half], b = four[2 * half + 1];
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at + half * 16), "r"(widened(a, T{})), "r"(widened(a >> 16, T{})),
+                   "r"(widened(b, T{})), "r"(widened(b >> 16, T{}))
+                   : "memory");
+    }
+  });
+}
+
+// Where the keys of a tile are. One thread looks up one row of K or of V for all: it asks for the page a step ahead, before the products,
+// and puts the answer into shared memory behind them. Two tiles are in use at a time.
+template <int Keys, bool Fp8>
+struct KeyPlaces {
+  int64_t offsets[2][2][Keys];  // [tile][K, V]: bytes from the head's first row; 0 where nobody sees the key
+
+  static __device__ __forceinline__ int64_t look_up(const SimpleAttentionParams& p, const SimpleTile& tile, int key) {
+    if (threadIdx.x >= 2 * Keys) return 0;
+    const bool value = threadIdx.x >= Keys;
+    const int at = key + static_cast<int>(threadIdx.x) % Keys;
+    if (at < tile.low || at >= tile.high) return 0;
+    const int64_t step = value ? p.v_token_stride : p.k_token_stride;
+    if (p.page_table == nullptr) return (static_cast<int64_t>(tile.key_start) + at) * step * (Fp8 ? 1 : 2);
+    const int64_t page = p.page_table[tile.b * p.table_stride + (at >> p.page_shift)];
+    return (page * (value ? p.v_page_stride : p.k_page_stride) + (at & ((1 << p.page_shift) - 1)) * step) * (Fp8 ? 1 : 2);
+  }
+  __device__ __forceinline__ void put(int which, int64_t offset) {
+    if (threadIdx.x < 2 * Keys) offsets[which][threadIdx.x / Keys][threadIdx.x % Keys] = offset;
+  }
+};
+
+// Keys (or values) [key, key + Count); `base`: of this CTA's KV head.
+template <class T, bool Fp8, int Count, int Dim>
+__device__ __forceinline__ void copy_keys(const SimpleTile& tile, int key, uint32_t to, const char* base, const int64_t (&offsets)[Count]) {
+  const int from = tile.low - key;
+  const auto count = static_cast<unsigned>(tile.high - tile.low);
+  const auto offset = [&](int row) { return offsets[row]; };
+  const auto seen = [&](int row) { return static_cast<unsigned>(row - from) < count; };
+  if constexpr (Fp8) {
+    widen_rows<T, Count, Dim>(to, base, offset, seen);
+  } else {
+    copy_rows<Count, (Dim + 15) / 16 * 2, Dim / 8>(to, base, offset, seen);
+  }
 }
 
 // What a warp knows of its 16 rows: rows r and r + 8 of lane 4 r + j.
@@ -175,21 +253,19 @@ struct SimpleRows {
   int last[2], first[2];        // keys that the row sees by length, causality and window: [first, last)
   const uint32_t* mask_row[2];  // null: no mask
   int mask_start;
+  float scale;  // of the scores
 
-  __device__ __forceinline__ explicit SimpleRows(const SimpleAttentionParams& p) : variant(p) {}
+  __device__ __forceinline__ explicit SimpleRows(const SimpleAttentionParams& p)
+      : variant(p), scale(p.k_scale != nullptr ? p.scale * p.k_scale[blockIdx.y * p.k_scale_step] : p.scale) {}
 
   __device__ __forceinline__ void begin(const SimpleAttentionParams& p, const SimpleTile& tile, int row0, int lane) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int row = tile.first_row + row0 + lane / 4 + 8 * e, j = row / p.group;
-      const bool exists = j < tile.n;
-      at[e] = {tile.b,
-               p.first_head + static_cast<int>(blockIdx.y) * p.group + row - j * p.group,
-               tile.L - tile.n + j,
-               0,
-               tile.n,
-               tile.L,
-               tile.q_start + j};
+      const int row = tile.first_row + row0 + lane / 4 + 8 * e;
+      const bool exists = row / p.group < tile.n;
+      const int j = exists ? row / p.group : tile.n - 1;  // a variant is never asked about a row that does not exist
+      const int head = static_cast<int>(blockIdx.y) * p.group + row % p.group;
+      at[e] = {tile.b, p.first_head + head, tile.L - tile.n + j, 0, tile.n, tile.L, tile.q_start + j};
       last[e] = !exists ? 0 : p.causal ? min(tile.L, at[e].q_pos + 1) : tile.L;
       first[e] = p.window > 0 ? at[e].q_pos - p.window + 1 : 0;
       mask_row[e] = p.mask != nullptr && exists && tile.b < p.batch ? p.mask + (tile.q_start + j) * p.mask_stride : nullptr;
@@ -243,15 +319,20 @@ struct SimpleRows {
     if (mask_row[e] != nullptr && bit >= 0 && bit < p.mask_words * 32 && (mask_row[e][bit / 32] >> (bit % 32) & 1) == 0) return false;
     return variant.mask(place);
   }
+  // In powers of two. Plain: no softcap.
+  template <bool Plain>
   __device__ __forceinline__ float exponent(const SimpleAttentionParams& p, float product, const ScorePlace& place) const {
-    const float x = variant.score(product * p.scale, place);
-    if (p.softcap == 0.f) return x * kLog2e;
+    if constexpr (Plain && Variant::kSameScore) return product * (scale * kLog2e);
+    const float x = variant.score(product * scale, place);
+    if (Plain || p.softcap == 0.f) return x * kLog2e;
     // tanh(x) = 1 - 2 / (e^2x + 1): absolute error 2^-22, where tanh.approx has 2^-11, a 2.4 % error of exp at a cap of 50.
     const float cap = p.softcap * kLog2e;
     return cap - 2.f * cap * reciprocal_fast(exp2_fast(x / p.softcap * (2.f * kLog2e)) + 1.f);
   }
 
-  // Scores to weights 2^(x - top), in place; earlier sums and results move to the new maxima.
+  // Scores to weights 2^(x - top), in place; earlier sums and results move to the new maxima. Plain: all rows see all keys, and there is no
+  // softcap, so that only the variant is asked.
+  template <bool Plain>
   __device__ __forceinline__ void weigh(const SimpleAttentionParams& p, int first_key, int lane, float (&s)[S::kWarpKeys / 8][4]) {
     float now[2] = {top[0], top[1]};
 #pragma unroll
@@ -260,22 +341,34 @@ struct SimpleRows {
       for (int e = 0; e < 4; ++e) {
         ScorePlace& place = at[e / 2];
         place.k_pos = first_key + i * 8 + lane % 4 * 2 + e % 2;
-        s[i][e] = allowed(p, e / 2, place) ? exponent(p, s[i][e], place) : -INFINITY;
+        const bool seen = Plain ? variant.mask(place) : allowed(p, e / 2, place);
+        s[i][e] = seen ? exponent<Plain>(p, s[i][e], place) : -INFINITY;
         now[e / 2] = fmaxf(now[e / 2], s[i][e]);
       }
     }
+    bool moved = false;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
 #pragma unroll
       for (int offset = 1; offset < 4; offset *= 2) now[e] = fmaxf(now[e], __shfl_xor_sync(0xffffffffu, now[e], offset));
-      const float reference = now[e] == -INFINITY ? 0.f : now[e], factor = exp2_fast(top[e] - reference);
-      top[e] = now[e];
-      sum[e] *= factor;
+      moved |= now[e] > top[e];
+    }
+    if (__any_sync(0xffffffffu, moved)) {
 #pragma unroll
-      for (int d = 0; d < 2 * S::kBlocks; ++d) {
-        o[d][2 * e] *= factor;
-        o[d][2 * e + 1] *= factor;
+      for (int e = 0; e < 2; ++e) {
+        const float factor = now[e] > top[e] ? exp2_fast(top[e] - now[e]) : 1.f;
+        top[e] = now[e];
+        sum[e] *= factor;
+#pragma unroll
+        for (int d = 0; d < 2 * S::kBlocks; ++d) {
+          o[d][2 * e] *= factor;
+          o[d][2 * e + 1] *= factor;
+        }
       }
+    }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float reference = top[e] == -INFINITY ? 0.f : top[e];
 #pragma unroll
       for (int i = 0; i < S::kWarpKeys / 8; ++i) {
 #pragma unroll
@@ -321,6 +414,7 @@ struct SimpleRowEnd {
     place = j < tile.n ? (static_cast<int64_t>(tile.q_start) + j) * p.heads + head : -1;
     factor = sum > 0.f ? 1.f / sum : 0.f;
     lse = sum > 0.f ? (top + log2f(sum)) * kLn2 : -INFINITY;
+    if (p.v_scale != nullptr) factor *= p.v_scale[blockIdx.y * p.v_scale_step];
     if (p.splits == 1 && p.sinks != nullptr && tile.b < p.batch && place >= 0) add_sink(p.sinks[head]);
   }
   // exp(sink) joins the denominator.
@@ -401,11 +495,12 @@ __device__ __forceinline__ void merge_rows(const SimpleAttentionParams& p, const
   }
 }
 
-template <class T, int Dim, int ValueDim, bool Few, class Variant>
+template <class T, bool Fp8, int Dim, int ValueDim, bool Few, class Variant>
 __device__ __forceinline__ void simple_attention(const SimpleAttentionParams& p) {
   using S = SimpleShape<T, Dim, ValueDim, Few>;
   extern __shared__ __align__(16) char shared[];
   __shared__ int scratch[6];
+  __shared__ KeyPlaces<S::kKeys, Fp8> places;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t q_tile = shared_address(shared), keys = q_tile + S::kQ, values = keys + S::kK;
   pdl_wait();
@@ -413,38 +508,53 @@ __device__ __forceinline__ void simple_attention(const SimpleAttentionParams& p)
   if (!tile.find(p, S::kRows, scratch)) return;
   tile.keys(p, S::kRows, S::kKeys);
 
-  copy_rows<S::kRows, 2 * S::kSteps, Dim / 8>(q_tile, p.q, [&](int row) -> const void* {
-    const int j = (tile.first_row + row) / p.group, head = blockIdx.y * p.group + tile.first_row + row - j * p.group;
-    if (j >= tile.n) return nullptr;
-    return static_cast<const T*>(p.q) + (static_cast<int64_t>(tile.q_start) + j) * p.q_token_stride + head * p.q_head_stride;
-  });
-  const auto copy_k = [&](int key) {
-    if (key < tile.end) copy_keys<T, S::kKeys, Dim>(p, tile, p.k, p.k_token_stride, p.k_head_stride, p.k_page_stride, key, keys);
+  const int64_t first = places.look_up(p, tile, tile.begin);
+  const int rows_left = tile.n * p.group - tile.first_row;
+  copy_rows<S::kRows, 2 * S::kSteps, Dim / 8>(
+      q_tile, static_cast<const char*>(p.q),
+      [&](int row) {
+        const int i = tile.first_row + min(row, rows_left - 1), j = i / p.group, head = blockIdx.y * p.group + i - j * p.group;
+        return ((static_cast<int64_t>(tile.q_start) + j) * p.q_token_stride + head * p.q_head_stride) * 2;
+      },
+      [&](int row) { return row < rows_left; });
+  const char* k_base = static_cast<const char*>(p.k) + blockIdx.y * p.k_head_stride * (Fp8 ? 1 : 2);
+  const char* v_base = static_cast<const char*>(p.v) + blockIdx.y * p.v_head_stride * (Fp8 ? 1 : 2);
+  const auto copy_k = [&](int key, int which) {
+    if (key < tile.end) copy_keys<T, Fp8, S::kKeys, Dim>(tile, key, keys, k_base, places.offsets[which][0]);
     copy_commit();
   };
-  const auto copy_v = [&](int key) {
-    if (key < tile.end) copy_keys<T, S::kKeys, ValueDim>(p, tile, p.v, p.v_token_stride, p.v_head_stride, p.v_page_stride, key, values);
+  const auto copy_v = [&](int key, int which) {
+    if (key < tile.end) copy_keys<T, Fp8, S::kKeys, ValueDim>(tile, key, values, v_base, places.offsets[which][1]);
     copy_commit();
   };
-  copy_k(tile.begin);
-  copy_v(tile.begin);
+  places.put(0, first);
+  __syncthreads();
+  copy_k(tile.begin, 0);
+  copy_v(tile.begin, 0);
   const int row0 = Few ? 0 : warp * 16, key0 = Few ? warp * S::kWarpKeys : 0;
   SimpleRows<T, Dim, ValueDim, Few, Variant> rows(p);
   rows.begin(p, tile, row0, lane);
-  for (int key = tile.begin; key < tile.end; key += S::kKeys) {
+  const bool plain = p.mask == nullptr && p.softcap == 0.f;
+  for (int key = tile.begin, next = 1; key < tile.end; key += S::kKeys, next ^= 1) {
     float s[S::kWarpKeys / 8][4];
+    const int64_t ahead = places.look_up(p, tile, key + S::kKeys);
     copy_wait<1>();
     __syncthreads();
     if (key == tile.begin) rows.hold_q(q_tile + row0 * S::kRowBytes, lane);
     rows.scores(q_tile + row0 * S::kRowBytes, keys + key0 * S::kRowBytes, lane, s);
+    places.put(next, ahead);
     __syncthreads();
-    copy_k(key + S::kKeys);
-    rows.weigh(p, key + key0, lane, s);
+    copy_k(key + S::kKeys, next);
+    if (plain && key >= tile.all_low && key + S::kKeys <= tile.all_high) {
+      rows.template weigh<true>(p, key + key0, lane, s);
+    } else {
+      rows.template weigh<false>(p, key + key0, lane, s);
+    }
     copy_wait<1>();
     __syncthreads();
     rows.add_values(values + key0 * S::kValueBytes, lane, s);
     __syncthreads();
-    copy_v(key + S::kKeys);
+    copy_v(key + S::kKeys, next);
   }
   pdl_trigger();
   copy_wait<0>();
@@ -488,9 +598,9 @@ __device__ __forceinline__ void simple_combine(const SimpleAttentionParams& p) {
   if (threadIdx.x == 0) p.lse[place] = lse;
 }
 
-template <class T, int Dim, int ValueDim, bool Few>
+template <class T, bool Fp8, int Dim, bool Few>
 __global__ void __launch_bounds__(kSimpleThreads) simple_attention_kernel(const __grid_constant__ SimpleAttentionParams p) {
-  simple_attention<T, Dim, ValueDim, Few, PlainVariant>(p);
+  simple_attention<T, Fp8, Dim, Dim, Few, PlainVariant>(p);
 }
 template <class T, int ValueDim>
 __global__ void __launch_bounds__(kSimpleThreads) simple_combine_kernel(const __grid_constant__ SimpleAttentionParams p) {

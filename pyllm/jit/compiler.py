@@ -85,22 +85,29 @@ def _base_digest() -> str:
 
 
 def compile_variant(
-    variant: AttentionVariant, dim: int, dtype: torch.dtype = torch.bfloat16, *, value_dim: int | None = None, arch: str = "sm_90"
+    variant: AttentionVariant,
+    dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    value_dim: int | None = None,
+    fp8: bool = False,
+    arch: str = "sm_90",
 ) -> bytes:
-    """The machine code of a variant for head dims D and Dv, a dtype and an architecture, from the cache or NVRTC. Needs no GPU.
+    """The machine code of a variant for head dims D and Dv, q's dtype and an architecture, from the cache or NVRTC; fp8: for e4m3 keys and
+    values. Needs no GPU.
 
     Errors: ValueError for arguments, CompileError (a ValueError) with NVRTC's words, RuntimeError where cuda-python, NVRTC or CUDA's
     headers are missing.
     """
     values = dim if value_dim is None else value_dim
     for name, size in (("dim", dim), ("value_dim", values)):
-        if size % 8 or not 8 <= size <= 256:
-            raise ValueError(f"compile_variant: {name} is {size}, expected a multiple of 8 up to 256")
+        if size % (16 if fp8 else 8) or not 8 <= size <= 256:
+            raise ValueError(f"compile_variant: {name} is {size}, expected a multiple of {16 if fp8 else 8} up to 256")
     if dtype not in ELEMENTS:
         raise ValueError(f"compile_variant: dtype is {dtype}, expected torch.bfloat16 or torch.float16")
     if not arch.startswith("sm_") or not arch[3:].isdigit() or int(arch[3:]) < 80:
         raise ValueError(f"compile_variant: arch is {arch!r}, expected 'sm_80' or later")
-    source = generate(variant, dim, values, dtype)
+    source = generate(variant, dim, values, dtype, fp8)
     digest = hashlib.sha256(f"{_base_digest()} {arch}\n{source}".encode()).hexdigest()
     code = cache.load(digest)
     if code is None:

@@ -18,10 +18,11 @@ class Params(ctypes.Structure):
         ("sinks", _PTR),
         ("mask", _PTR),
         ("mask_stride", _LONG),
-        *((name, _PTR) for name in ("mask_starts", "out", "lse", "partial", "partial_lse")),
+        *((name, _PTR) for name in ("mask_starts", "k_scale", "v_scale", "out", "lse", "partial", "partial_lse")),
         ("slots", ctypes.c_uint64 * 8),
         ("tokens", _LONG),
-        *((name, _INT) for name in ("batch", "heads", "kv_heads", "group", "page_shift", "mask_words", "window", "causal", "splits")),
+        *((name, _INT) for name in ("batch", "heads", "kv_heads", "group", "page_shift", "mask_words", "window", "causal")),
+        *((name, _INT) for name in ("k_scale_step", "v_scale_step", "splits")),
         ("first_head", _INT),
         ("scale", _FLOAT),
         ("softcap", _FLOAT),
@@ -50,5 +51,5 @@ def plan(tokens: int, batch: int, group: int, kv_heads: int, max_q: int, max_key
     tiles = tokens * group // (16 if few else 64) + min(batch, tokens) + 1
     splits = 1
     if few:
-        splits = min(max(-(-2 * sms // (tiles * kv_heads)), 1), 64, max(1, -(-max_keys // 256)))
+        splits = min(max(-(-3 * sms // (tiles * kv_heads)), 1), 64, max(1, -(-max_keys // 64)))
     return Plan(few, tiles, splits)

@@ -55,7 +55,7 @@ def _function(variant: AttentionVariant, what: str) -> str:
     )
 
 
-def generate(variant: AttentionVariant, dim: int, value_dim: int, dtype: torch.dtype) -> str:
+def generate(variant: AttentionVariant, dim: int, value_dim: int, dtype: torch.dtype, fp8: bool = False) -> str:
     fields = "".join(f"  {p.ctype} {p.name};\n" for p in variant.params)
     reads = [
         f"{p.name}({'__int_as_float(static_cast<int>' if p.ctype == 'float' else f'reinterpret_cast<{p.ctype}>('}(p.slots[{i}])))"
@@ -69,10 +69,12 @@ def generate(variant: AttentionVariant, dim: int, value_dim: int, dtype: torch.d
     )
     return f"""#define INFINITY __int_as_float(0x7f800000)
 #define PYLLM_ELEMENT {ELEMENTS[dtype]}
+#define PYLLM_FP8 {str(fp8).lower()}
 #define PYLLM_DIM {dim}
 #define PYLLM_VALUE_DIM {value_dim}
 #include "attention/simple_attention.cuh"
 struct Variant {{
+  static constexpr bool kSameScore = {str(variant.score.strip() == "s").lower()};
 {fields}
   __device__ __forceinline__ explicit Variant(const pyllm::SimpleAttentionParams& p){begin} {{}}
 {_function(variant, "score")}

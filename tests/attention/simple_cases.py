@@ -49,12 +49,13 @@ class Step:
 
 def make(
     q_lens: list[int], kv_lens: list[int], H: int, K: int, D: int, *, P: int = 0, Dv: int | None = None, spare: int = 0,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, cache: torch.dtype | None = None,
 ) -> Step:  # fmt: skip
-    """P = 0: contiguous keys. spare: rows of q past the last sequence. What is unused is NaN, table tails are huge."""
+    """P = 0: contiguous keys. spare: rows of q past the last sequence. cache: dtype of the keys. What is unused is NaN, table
+    tails are huge."""
     batch = ragged_batch([min(n, L) for n, L in zip(q_lens, kv_lens, strict=True)], kv_lens, page_size=P or 16)
     Dv = Dv or D
-    k, v = (filled_pools(batch, K, size, dtype)[i] for i, size in ((0, D), (1, Dv)))
+    k, v = (filled_pools(batch, K, size, cache or dtype)[i] for i, size in ((0, D), (1, Dv)))
     q = normal(batch.T + spare, H, D, dtype=dtype)
     if P:
         return Step(q, k, v, batch.q_starts, {"page_table": batch.page_table, "kv_lens": batch.kv_lens})

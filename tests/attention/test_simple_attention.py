@@ -17,7 +17,7 @@ from tests.attention.simple_cases import Step, compare, make, random_mask
 from tests.support.compare import assert_close, assert_same
 from tests.support.generate import normal, poison_allocator
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 LENGTHS = [1, 0, 63, 64, 65, 127, 129, 200, 16, 17, 31, 32, 33]
 CHUNKS = [1, 0, 63, 1, 64, 100, 2, 200, 9, 0, 31, 3, 33]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -103,7 +103,7 @@ def test_opcheck_and_compile() -> None:
     step = make([1, 20, 0], [5, 40, 3], 4, 2, 16, P=16)
     k, v = step.k.nan_to_num(), step.v.nan_to_num()
     mask, table, lens = random_mask(step, 1), step.where["page_table"], step.where["kv_lens"]
-    args = (step.q, k, v, step.q_starts, None, lens, table, 0.2, True, 5, 2.0, normal(4), mask, None, 20)
+    args = (step.q, k, v, step.q_starts, None, lens, table, 0.2, True, 5, 2.0, normal(4), mask, None, None, None, 20)
     torch.library.opcheck(torch.ops.pyllm.simple_attention.default, args)
     compiled = torch.compile(ops.simple_attention, fullgraph=True, backend="aot_eager")
     where = {"scale": 0.2, "page_table": table, "kv_lens": lens}
@@ -118,10 +118,15 @@ def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
+FP8_KEYS = {"k": zeros(9, 2, 64, dtype=FP8), "v": zeros(9, 2, 64, dtype=FP8)}
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "q dims": ({"q": zeros(3, 64)}, r"q has 2 dimensions, expected 3"),
     "q dtype": ({"q": zeros(3, 4, 64, dtype=torch.float64)}, r"q is .*, expected bfloat16.* or float"),
-    "k dtype": ({"k": zeros(9, 2, 64, dtype=FP16)}, r"k is .*float16, expected .*bfloat16 like q"),
+    "k dtype": ({"k": zeros(9, 2, 64, dtype=FP16)}, r"k is .*float16, expected .*bfloat16 like q or float8_e4m3fn"),
+    "v dtype": ({"v": zeros(9, 2, 64, dtype=FP8)}, r"v is .*float8_e4m3fn, expected .*bfloat16 like k"),
+    "k_scale": ({"k_scale": zeros(1, dtype=torch.float32)}, r"k_scale is given, expected it only with float8_e4m3fn keys"),
+    "v_scale": ({**FP8_KEYS, "v_scale": zeros(3, dtype=torch.float32)}, r"v_scale has .*, expected \[1\] or \[K=2\]"),
+    "scale dtype": ({**FP8_KEYS, "k_scale": zeros(1)}, r"k_scale is .*bfloat16, expected float32"),
     "k dims": ({"k": zeros(9, 64)}, r"k has 2 dimensions, expected 3"),
     "D": ({"k": zeros(9, 2, 128)}, r"k \.size\(2\) is 128, expected D=64"),
     "v": ({"v": zeros(8, 2, 64)}, r"v .*8.*expected "),
@@ -189,6 +194,37 @@ def test_head_dims(max_q: int | None, D: int, dtype: torch.dtype, route: Any) ->
     lengths = [*LENGTHS, 700, 1500]
     step = make([min(max_q or L, L) for L in lengths], lengths, 8, 2, D, P=16, dtype=dtype, spare=2)
     compare(step.call("cuda", route, max_q=max_q), step)
+
+
+def test_reference_with_fp8_keys() -> None:
+    """value = stored * scale, of each KV head."""
+    step = make([3, 1], [40, 17], 4, 2, 16, P=16, cache=FP8, dtype=torch.float32)
+    k_scale, v_scale = torch.tensor([0.5, 1.25]), torch.tensor([3.0])
+    wide = replace(step, k=step.k.float() * k_scale[:, None], v=step.v.float() * 3)
+    for got, want in zip(step.call(k_scale=k_scale, v_scale=v_scale), wide.call(), strict=True):
+        assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("max_q", [None, 1])
+def test_fp8_keys(max_q: int | None, D: int, dtype: torch.dtype, route: Any) -> None:
+    lengths = [*LENGTHS, 700]
+    step = make([min(max_q or L, L) for L in lengths], lengths, 8, 2, D, P=16 if D != 128 else 0, dtype=dtype, cache=FP8, spare=2)
+    scales = {"k_scale": torch.tensor([0.5, 1.25]), "v_scale": torch.tensor([3.0])}
+    for options in (scales, {}, scales | {"sinks": normal(8), "softcap": 4.0}):
+        compare(step.call("cuda", route, max_q=max_q, **options), step, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_fp8_value(route: Any) -> None:
+    """One key alone: the result is its value, widened exactly; a NaN stays a NaN."""
+    v = torch.arange(256, dtype=torch.uint8).view(FP8).view(4, 1, 64)
+    step = Step(normal(4, 1, 64, dtype=FP16), torch.ones(4, 1, 64).to(FP8), v, ints(0, 1, 2, 3, 4), {"kv_starts": ints(0, 1, 2, 3, 4)})
+    assert_same(step.call("cuda", route)[0].nan_to_num(1000), v.half().nan_to_num(1000).cuda())
 
 
 @pytest.mark.gpu

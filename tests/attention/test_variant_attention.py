@@ -82,7 +82,7 @@ def test_opcheck_and_compile() -> None:
     k, v = step.k.nan_to_num(), step.v.nan_to_num()
     table, lens, variant = step.where["page_table"], step.where["kv_lens"], document_mask(40)
     document = torch.randint(0, 3, (3, 40), dtype=torch.int32)
-    args = (step.q, k, v, step.q_starts, None, lens, table, 0.2, True, 5, 2.0, normal(4), random_mask(step, 1), None, 20)
+    args = (step.q, k, v, step.q_starts, None, lens, table, 0.2, True, 5, 2.0, normal(4), random_mask(step, 1), None, None, None, 20)
     torch.library.opcheck(torch.ops.pyllm.variant_attention.default, (*args, variant.number, [document], 0))
 
     def call(document: Tensor) -> Tensor:
@@ -147,11 +147,10 @@ def test_graph_capture() -> None:
     """The first call compiles, which a capture must not; later calls replay with what their tensors hold then."""
     step = make([1, 1], [40, 90], 4, 2, 64, P=16)
     fresh = AttentionVariant("fresh", "s + 0 * (float)token", reference=lambda s, at: s)
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="call it once before capturing"), torch.cuda.graph(graph):
-        step_on_gpu(step).call("cuda", fresh)
-    torch.cuda.synchronize()
     moved, variant = step_on_gpu(step), document_mask(90)
+    with pytest.raises(RuntimeError, match="call it once before capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        moved.call("cuda", fresh)
+    torch.cuda.synchronize()
     document = torch.zeros(2, 90, dtype=torch.int32)
     there = document.cuda()
     moved.call("cuda", variant, tensors={"document": there})

@@ -50,8 +50,10 @@ def test_examples(variant: AttentionVariant, arch: str) -> None:
     [(8, None, torch.bfloat16), (72, None, torch.float16), (256, None, torch.bfloat16), (192, 128, torch.bfloat16)],
 )
 def test_head_dims(dim: int, value_dim: int | None, dtype: torch.dtype) -> None:
-    """The generated source asserts that the launcher's sizes of shared memory are those of the template."""
+    """With e4m3 keys too. The generated source asserts that the launcher's sizes of shared memory are those of the template."""
     assert compile_variant(soft_cap(1.0), dim, dtype, value_dim=value_dim)[:4] == b"\x7fELF"
+    if dim % 16 == 0 and dim < 256:
+        assert compile_variant(soft_cap(1.0), dim, dtype, value_dim=value_dim, fp8=True)[:4] == b"\x7fELF"
 
 
 @needs_compiler
@@ -78,6 +80,7 @@ def test_errors_show_the_users_line(variant: AttentionVariant, where: str, line:
     [
         ({"dim": 60}, "dim is 60, expected a multiple of 8 up to 256"),
         ({"dim": 264}, "dim is 264"),
+        ({"dim": 72, "fp8": True}, "dim is 72, expected a multiple of 16 up to 256"),
         ({"dim": 64, "value_dim": 0}, "value_dim is 0, expected"),
         ({"dim": 64, "dtype": torch.float32}, "dtype is torch.float32, expected torch.bfloat16 or torch.float16"),
         ({"dim": 64, "arch": "sm_75"}, "arch is 'sm_75', expected 'sm_80' or later"),
