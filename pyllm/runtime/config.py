@@ -73,10 +73,12 @@ class SchedulerConfig(_Config):
 
 @dataclass(frozen=True, kw_only=True)
 class CudaGraphConfig(_Config):
-    """batch_sizes: of the decode steps that are captured, or max_batch_size: the largest, with the usual ones below it."""
+    """batch_sizes: of the decode steps that are captured, or max_batch_size: the largest, with the usual ones below it.
+    capture_num_tokens: sizes, in tokens, of steps with prompts that are captured too."""
 
     batch_sizes: Sequence[int] | None = None
     max_batch_size: int | None = None
+    capture_num_tokens: Sequence[int] = ()
 
     HINTS: ClassVar[dict[str, str]] = {
         "enable_padding": "steps are always padded to the next captured batch size; list each size in batch_sizes to avoid it"
@@ -84,11 +86,15 @@ class CudaGraphConfig(_Config):
 
     def __post_init__(self) -> None:
         self._need_count("max_batch_size")
-        sizes = self.batch_sizes
-        self._need("batch_sizes", sizes is None or all(type(n) is int and n >= 1 for n in sizes), "None or integers, at least 1")
-        self._need("batch_sizes", sizes is None or self.max_batch_size is None, "None beside max_batch_size")
+        for name in ("batch_sizes", "capture_num_tokens"):
+            sizes = getattr(self, name)
+            self._need(name, sizes is None or all(type(n) is int and n >= 1 for n in sizes), "None or integers, at least 1")
+        self._need("batch_sizes", self.batch_sizes is None or self.max_batch_size is None, "None beside max_batch_size")
 
     def sizes(self, max_batch: int) -> list[int]:
         if self.batch_sizes is not None:
             return sorted({min(n, max_batch) for n in self.batch_sizes})
         return graph_sizes(min(max_batch, self.max_batch_size or max_batch))
+
+    def token_sizes(self, most: int) -> list[int]:
+        return sorted({min(n, most) for n in self.capture_num_tokens})

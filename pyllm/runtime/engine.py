@@ -48,6 +48,7 @@ class Engine:
     reserve=False admits more requests than the pool can hold in the end, and computes some anew when it is full. reuse: keep the pages of
     known prefixes. overlap: launch a step before the tokens of the one before are read (None: on a GPU); `step` then returns the requests
     of the step before. graph_sizes: batch sizes of decode steps, captured as CUDA graphs on a GPU; None: chosen by max_batch there; [] off.
+    mixed_sizes: the same for numbers of tokens of steps with prompts.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Engine:
         reuse: bool = True,
         overlap: bool | None = None,
         graph_sizes: Sequence[int] | None = None,
+        mixed_sizes: Sequence[int] = (),
         progress: bool = False,
     ) -> None:
         sizes = {"max_batch": max_batch, "chunk": chunk, "page_size": page_size, "pages": pages, "max_tokens": max_tokens}
@@ -98,9 +100,11 @@ class Engine:
         shaper = Shaper(max_batch=max_batch, vocab=spec.vocab_size, device=self.device)
         self._scheduler = Scheduler(self.pool, rows, page_size=page_size, max_batch=max_batch, chunk=chunk, reserve=reserve, reuse=reuse)
         cuda = self.device.type == "cuda"
-        self._runner = Runner(module, self.kv, rows, buffers, shaper, _sizes(graph_sizes, max_batch, cuda))
-        if cuda and self._runner.sizes:
-            self._runner.graphs.capture(self._runner.sizes, progress)
+        decode = _sizes("graph_sizes", graph_sizes, max_batch, cuda)
+        mixed = _sizes("mixed_sizes", mixed_sizes, max_batch + chunk, cuda)
+        self._runner = Runner(module, self.kv, rows, buffers, shaper, decode, mixed)
+        if cuda:
+            self._runner.capture(progress)
         self.dtype, self.max_batch, self.chunk, self.reserve = dtype, max_batch, chunk, reserve
         self.overlap = cuda if overlap is None else overlap
         self._flights: deque[Flight] = deque()
@@ -263,12 +267,12 @@ def _check_sizes(sizes: Mapping[str, int | None]) -> None:
             raise ValueError(f"Engine: {name} is {value!r}, expected an integer, at least 1")
 
 
-def _sizes(given: Sequence[int] | None, max_batch: int, cuda: bool) -> list[int]:
+def _sizes(name: str, given: Sequence[int] | None, most: int, cuda: bool) -> list[int]:
     if given is None:
-        return graph_sizes(max_batch) if cuda else []
+        return graph_sizes(most) if cuda else []
     for n in given:
-        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= max_batch:
-            raise ValueError(f"Engine: graph_sizes holds {n!r}, expected batch sizes from 1 to max_batch={max_batch}")
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= most:
+            raise ValueError(f"Engine: {name} holds {n!r}, expected sizes from 1 to {most}")
     return list(given)
 
 

@@ -1,13 +1,15 @@
-"""CUDA graphs of decode steps, one per batch size: a step of a small model is a few hundred kernels of a few microseconds, which Python
+"""CUDA graphs of steps, one per size: a step of a small model is a few hundred kernels of a few microseconds, which Python
 cannot launch as fast as the GPU runs them. Replayed, they cost one launch.
 
-Everything a step reads lives in tensors that stay where they are (`Rows`, the KV pool, the weights), so lengths, pages and tokens may
-change between replays. A step with fewer rows than the graph runs idle rows, which touch the dummy page alone.
+Everything a step reads lives in tensors that stay where they are (`Rows`, `StepBuffers`, the KV pool, the weights), so lengths, pages and
+tokens may change between replays. A decode step with fewer rows than the graph runs idle rows, which touch the dummy page alone; a step
+with prompts is filled up with tokens that are stored nowhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,31 +27,31 @@ def graph_sizes(max_batch: int) -> list[int]:
 
 
 class Graphs:
-    """`run(kind, n)`: the output of `kinds[kind](n)`, through a graph where one was captured."""
+    """`run(kind, size)`: the output of `kinds[kind](size)`, through a graph where one was captured."""
 
-    def __init__(self, kinds: dict[str, Callable[[int], Tensor]], device: torch.device) -> None:
+    def __init__(self, kinds: dict[str, Callable[[Any], Tensor]], device: torch.device) -> None:
         self._kinds, self._device = kinds, device
-        self._graphs: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[tuple[str, Any], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
-    def capture(self, sizes: Sequence[int], progress: bool) -> None:
-        """Capture all kinds at all sizes, the largest first, so that the smaller ones find room in the memory it left."""
+    def capture(self, wanted: Sequence[tuple[str, Any]], progress: bool) -> None:
+        """Capture these kinds and sizes: the largest first, so that the smaller ones find room in the memory it left."""
         pool = torch.cuda.graph_pool_handle()
-        with progress_bar("capturing CUDA graphs", len(sizes) * len(self._kinds), "graphs", progress) as advance, torch.inference_mode():
+        with progress_bar("capturing CUDA graphs", len(wanted), "graphs", progress) as advance, torch.inference_mode():
             stream = torch.cuda.Stream(self._device)
-            for n in sorted(sizes, reverse=True):
-                for kind, step in self._kinds.items():
-                    stream.wait_stream(torch.cuda.current_stream(self._device))
-                    with torch.cuda.stream(stream):
-                        step(n)  # what is set up on a first call must not be captured
-                    torch.cuda.current_stream(self._device).wait_stream(stream)
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, pool=pool, stream=stream):
-                        out = step(n)
-                    self._graphs[kind, n] = graph, out
-                    advance()
+            for kind, n in wanted:
+                step = self._kinds[kind]
+                stream.wait_stream(torch.cuda.current_stream(self._device))
+                with torch.cuda.stream(stream):
+                    step(n)  # what is set up on a first call must not be captured
+                torch.cuda.current_stream(self._device).wait_stream(stream)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=stream):
+                    out = step(n)
+                self._graphs[kind, n] = graph, out
+                advance()
         torch.cuda.synchronize(self._device)
 
-    def run(self, kind: str, n: int) -> Tensor:
+    def run(self, kind: str, n: Any) -> Tensor:
         found = self._graphs.get((kind, n))
         if found is None:
             return self._kinds[kind](n)

@@ -119,6 +119,7 @@ class LLM:
             reuse=kv.enable_block_reuse,
             overlap=False if disable_overlap_scheduler else None,
             graph_sizes=graphs.sizes(max_batch_size) if graphs is not None and cuda else [],
+            mixed_sizes=graphs.token_sizes(chunk) if graphs is not None and cuda else [],
             progress=progress,
         )
         self._loop = EngineLoop(self._engine, watchdog_timeout)

@@ -118,6 +118,10 @@ class Rows:
             max_q=1,
         )
 
+    def tables(self, rows: Tensor) -> Tensor:
+        """Page tables of these rows, at full width."""
+        return self._table.index_select(0, rows)
+
     def advance(self, n: int, tokens: Tensor) -> None:
         """Rows 0 .. n - 1 have sampled `tokens`; a failed row (-1) goes on with token 0 until the host ends it."""
         torch.clamp(tokens, min=0, out=self.token[:n])

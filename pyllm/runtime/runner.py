@@ -19,6 +19,8 @@ from pyllm.runtime.schedule import Plan
 from pyllm.runtime.shape import Shaper
 from pyllm.runtime.step import StepBuffers
 
+FEW = 8  # sequences of the mixed steps whose time matters most: a prompt or two, and little else
+
 
 @dataclass
 class Flight:
@@ -37,15 +39,31 @@ class Flight:
 
 
 class Runner:
-    """module(batch) -> logits `[R, V]`. sizes: decode steps are padded to the next of these, where there is one; [] pads none."""
+    """module(batch) -> logits `[R, V]`. Steps are padded to the next of decode_sizes (rows) or mixed_sizes (tokens), if there is one; a
+    mixed step also to 8 sequences, or to as many as there are rows."""
 
     def __init__(
-        self, module: Callable[[Batch], Tensor], kv: KvPool, rows: Rows, buffers: StepBuffers, shaper: Shaper, sizes: Sequence[int]
+        self,
+        module: Callable[[Batch], Tensor],
+        kv: KvPool,
+        rows: Rows,
+        buffers: StepBuffers,
+        shaper: Shaper,
+        decode_sizes: Sequence[int],
+        mixed_sizes: Sequence[int],
     ) -> None:
         self._module, self._kv, self.rows, self._buffers, self._shaper = module, kv, rows, buffers, shaper
-        self.sizes = sorted(sizes)
-        self.graphs = Graphs({"tokens": self._tokens, "logits": self._logits}, kv.device)
+        self.decode_sizes = sorted(decode_sizes)
+        few = {min(FEW, len(rows.requests)), len(rows.requests)}
+        self.mixed_sizes = [(t, b) for t in sorted(mixed_sizes) for b in sorted(few)]
+        self.graphs = Graphs({"tokens": self._tokens, "logits": self._logits, "mixed": self._padded}, kv.device)
         self._traits, self._version = Traits(), -1
+
+    def capture(self, progress: bool) -> None:
+        mixed = [("mixed", size) for size in reversed(self.mixed_sizes)]
+        decode = [(kind, n) for n in reversed(self.decode_sizes) for kind in ("logits", "tokens")]
+        if mixed or decode:
+            self.graphs.capture([*mixed, *decode], progress)
 
     @property
     def traits(self) -> Traits:
@@ -78,7 +96,7 @@ class Runner:
 
     def _decode(self) -> Flight:
         top, traits = self.rows.top, self.traits
-        n = next((s for s in self.sizes if s >= top), top)
+        n = next((s for s in self.decode_sizes if s >= top), top)
         requests = self.rows.requests[:top]
         if traits.plain:
             return Flight(requests, to_host(self.graphs.run("tokens", n)[:top]))
@@ -90,25 +108,35 @@ class Runner:
             self._shaper.count(torch.arange(top, device=tokens.device), tokens[:top])
         return Flight(requests, to_host(tokens[:top]), self._logprobs(logits, tokens, requests))
 
+    def _padded(self, size: tuple[int, int]) -> Tensor:
+        return self._module(self._buffers.padded_batch(size, self.rows, self._kv.caches))
+
     def _mixed(self, plan: Plan) -> Flight:
-        """Prompt tokens beside decodes: packed by the host, never a graph."""
-        step = self._buffers.pack(plan, self.rows, self._kv.caches)
-        logits, traits = self._module(step.batch), self.traits
-        wanted = len(step.batch.logit_rows) if step.batch.logit_rows is not None else 0
-        if logits.shape[0] != wanted:
-            raise RuntimeError(f"Engine: the model gave {logits.shape[0]} rows of logits, expected {wanted}")
+        """Prompt tokens beside decodes: packed by the host."""
+        step, traits = self._buffers.pack(plan), self.traits
+        enough = (s for s in self.mixed_sizes if s[0] >= step.tokens and s[1] >= step.sequences and not step.prompt_rows)
+        size = next(enough, None)
+        if size is None:
+            logits = self._module(self._buffers.batch(step, self.rows, self._kv.caches))
+        else:
+            self._buffers.pad(step, size)
+            logits = self.graphs.run("mixed", size)[: step.logit_rows]
+        if logits.shape[0] != step.logit_rows:
+            raise RuntimeError(f"Engine: the model gave {logits.shape[0]} rows of logits, expected {step.logit_rows}")
         prompt_logprobs = [_prompt_logprobs(logits, *where) for where in step.prompt_rows]
         if not step.requests:
             return Flight([], None, prompt_logprobs=prompt_logprobs)
-        logits = logits if step.sample_at is None else logits[step.sample_at]
+        if len(step.requests) < step.logit_rows:
+            logits = logits[torch.tensor(step.sample_at, device=logits.device)]
         for chunk in plan.chunks:
             if chunk.last:
                 self._shaper.admit(chunk.request)
-        arguments = {} if traits.greedy else self.rows.sampling(step.rows)
+        rows = self._buffers.sampled_rows(step)
+        arguments = {} if traits.greedy else self.rows.sampling(rows)
         tokens = traits.sample(self._shaper.shape(logits, step.requests) if traits.shaped else logits, arguments)
-        self.rows.advance_some(step.rows, tokens)
+        self.rows.advance_some(rows, tokens)
         if traits.shaped:
-            self._shaper.count(step.rows, tokens)
+            self._shaper.count(rows, tokens)
         return Flight(step.requests, to_host(tokens), self._logprobs(logits, tokens, step.requests), prompt_logprobs)
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, requests: Sequence[Request | None]) -> tuple[list[Request], Logprobs] | None:

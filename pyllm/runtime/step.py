@@ -20,15 +20,20 @@ _UNKNOWN = np.zeros(1, np.int32)  # the last token of a generating request is on
 
 @dataclass
 class PackedStep:
-    """rows `[S]` int64: of the requests that sample, generating ones first. sample_at `[S]`: their rows of the logits; None: all rows.
+    """tokens, sequences, width (of the page table), logit_rows: sizes. requests: those that sample, generating ones first.
 
-    prompt_rows: (request, first prompt position, first row of the logits, rows) of the chunks whose logits are wanted for themselves.
+    sample_at: their rows of the logits, where these are not all. prompt_rows: (request, first prompt position, first row of the logits,
+    rows) of the chunks whose logits are wanted for themselves.
     """
 
-    batch: Batch
+    tokens: int
+    sequences: int
+    width: int
+    logit_rows: int
+    decodes: int
+    max_q: int
     requests: list[Request]
-    rows: Tensor
-    sample_at: Tensor | None
+    sample_at: list[int]
     prompt_rows: list[tuple[Request, int, int, int]]
 
 
@@ -43,7 +48,7 @@ class StepBuffers:
     ) -> None:
         t, b = max_tokens, max_batch
         sizes = {"ids": t, "positions": t, "slots": t, "q_starts": b + 1, "kv_lens": b, "seq_lens": b, "logit_rows": t}
-        sizes |= {"rows": b, "sample_at": b, "page_table": b * max_pages}
+        sizes |= {"rows": b, "sampled_rows": b, "page_table": b * max_pages}
         self._at, end = {}, 0
         for name, size in sizes.items():
             self._at[name] = end
@@ -53,58 +58,86 @@ class StepBuffers:
         self._device = torch.zeros(end, dtype=torch.int32, device=device) if cuda else self._host
         self._copied = torch.cuda.Event() if cuda else None
         whole = self._host.numpy()
-        arrays = {name: whole[self._at[name] : self._at[name] + size] for name, size in sizes.items()}
+        self._arrays = {name: whole[self._at[name] : self._at[name] + size] for name, size in sizes.items()}
         self._page_size = page_size
-        self._seq_lens, self._rows, self._sample_at = (arrays.pop(n) for n in ("seq_lens", "rows", "sample_at"))
-        self._packer = StepPacker(**arrays, page_size=page_size, pages=pages, vocab=vocab)
+        packed = {n: a for n, a in self._arrays.items() if n not in ("seq_lens", "rows", "sampled_rows")}
+        self._packer = StepPacker(**packed, page_size=page_size, pages=pages, vocab=vocab)
 
-    def pack(self, plan: Plan, rows: Rows, caches: Mapping[int, KvCache]) -> PackedStep:
-        """The step's Batch, as views of these buffers: the next `pack` overwrites them, in the order of the stream on a GPU."""
+    def pack(self, plan: Plan) -> PackedStep:
+        """Fill the host array; the next `pack` overwrites it."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy of the last such step may still wait behind the step before it
         ends = [r.next_position + 1 for r in plan.decodes] + [c.start + c.count for c in plan.chunks]
         width = -(-max(ends) // self._page_size)
-        packer, requests, prompt_rows = self._packer, [], []
+        packer, requests, sample_at, prompt_rows = self._packer, list(plan.decodes), list(range(len(plan.decodes))), []
         packer.begin(width)
         for r in plan.decodes:
             packer.add(_UNKNOWN, r.next_position, r.pages, 1)
-            requests.append(r)
         for c in plan.chunks:
-            wanted = c.count if c.request.params.prompt_logprobs is not None else int(c.last)
-            if c.request.params.prompt_logprobs is not None and c.start < len(c.request.prompt_token_ids) - 1:
+            every = c.request.params.prompt_logprobs is not None
+            if every and c.start < len(c.request.prompt_token_ids) - 1:
                 prompt_rows.append((c.request, c.start, packer.rows, c.count))
-            packer.add(c.request.tokens[c.start : c.start + c.count], c.start, c.request.pages, wanted)
+            packer.add(c.request.tokens[c.start : c.start + c.count], c.start, c.request.pages, c.count if every else int(c.last))
             if c.last:
-                self._sample_at[len(requests)] = packer.rows - 1
                 requests.append(c.request)
-        self._sample_at[: len(plan.decodes)] = np.arange(len(plan.decodes))
-        self._seq_lens[: len(ends)] = [*ends[: len(plan.decodes)], *(c.request.target for c in plan.chunks)]
-        self._rows[: len(requests)] = [r.row for r in requests]
-        return self._to_device(plan, rows, caches, width, requests, prompt_rows)
+                sample_at.append(packer.rows - 1)
+        b, n, decodes, a = packer.sequences, len(requests), len(plan.decodes), self._arrays
+        a["ids"][:decodes] = -1
+        a["seq_lens"][:b] = [*ends[:decodes], *(c.request.target for c in plan.chunks)]
+        a["rows"][:b] = [*(r.row for r in plan.decodes), *(c.request.row for c in plan.chunks)]
+        a["sampled_rows"][:n] = [r.row for r in requests]
+        max_q = max([1] * bool(decodes) + [c.count for c in plan.chunks])
+        return PackedStep(packer.tokens, b, width, packer.rows, decodes, max_q, requests, sample_at, prompt_rows)
 
-    def _to_device(self, plan, rows, caches, width, requests, prompt_rows) -> PackedStep:
-        t, b, n = self._packer.tokens, self._packer.sequences, len(requests)
-        if self._copied is not None:
-            used = self._at["page_table"] + b * width
-            self._device[:used].copy_(self._host[:used], non_blocking=True)
-            self._copied.record(torch.cuda.current_stream(self._device.device))
-        batch = Batch(
-            ids=self._view("ids", t),
+    def batch(self, step: PackedStep, rows: Rows, caches: Mapping[int, KvCache]) -> Batch:
+        """The packed step on the device, of just its size; its index arrays are views of one buffer."""
+        t, b, width = step.tokens, step.sequences, step.width
+        self._copy(self._at["page_table"] + b * width)
+        return self._make(t, b, step.logit_rows, rows, caches, self._view("page_table", b * width).view(b, width), step.max_q)
+
+    def pad(self, step: PackedStep, size: tuple[int, int]) -> None:
+        """The packed step on the device, filled up to (tokens, sequences): what `padded_batch` of that size reads.
+
+        Padding tokens belong to no sequence and are stored nowhere; padding sequences have neither tokens nor keys.
+        """
+        (t, b), a, r = size, self._arrays, step.logit_rows
+        for name, value in (("ids", 0), ("positions", 0), ("slots", -1)):
+            a[name][step.tokens : t] = value
+        a["q_starts"][step.sequences + 1 : b + 1] = step.tokens
+        for name, value in (("kv_lens", 0), ("seq_lens", 1), ("rows", 0)):
+            a[name][step.sequences : b] = value
+        a["logit_rows"][r:b] = step.tokens - 1
+        self._copy(self._at["page_table"])
+
+    def padded_batch(self, size: tuple[int, int], rows: Rows, caches: Mapping[int, KvCache]) -> Batch:
+        """A batch at fixed addresses, for a graph: page tables come from the rows, at their full width."""
+        t, b = size
+        return self._make(t, b, b, rows, caches, rows.tables(self._view("rows", b)), t)
+
+    def _make(self, t: int, b: int, logit_rows: int, rows: Rows, caches: Mapping[int, KvCache], page_table: Tensor, max_q: int) -> Batch:
+        ids, most = self._view("ids", t), min(t, b)
+        known = ids[:most]  # a token of a generating request is on the device alone: -1 here; such a token's sequence has its number
+        last = rows.token.index_select(0, self._view("rows", most))
+        return Batch(
+            ids=torch.cat([torch.where(known < 0, last, known), ids[most:]]),
             positions=self._view("positions", t),
             slots=self._view("slots", t),
             q_starts=self._view("q_starts", b + 1),
             kv_lens=self._view("kv_lens", b),
-            page_table=self._view("page_table", b * width).view(b, width),
+            page_table=page_table,
             caches=caches,
-            logit_rows=self._view("logit_rows", self._packer.rows),
+            logit_rows=self._view("logit_rows", logit_rows),
             seq_lens=self._view("seq_lens", b),
-            max_q=max([1] * bool(plan.decodes) + [c.count for c in plan.chunks]),
+            max_q=max_q,
         )
-        at = self._view("rows", n).long()
-        decodes = len(plan.decodes)
-        batch.ids[:decodes] = rows.token.index_select(0, at[:decodes])
-        sample_at = self._view("sample_at", n).long() if n != self._packer.rows else None
-        return PackedStep(batch, requests, at, sample_at, prompt_rows)
+
+    def sampled_rows(self, step: PackedStep) -> Tensor:
+        return self._view("sampled_rows", len(step.requests)).long()
+
+    def _copy(self, used: int) -> None:
+        if self._copied is not None:
+            self._device[:used].copy_(self._host[:used], non_blocking=True)
+            self._copied.record(torch.cuda.current_stream(self._device.device))
 
     def _view(self, name: str, size: int) -> torch.Tensor:
         return self._device[self._at[name] : self._at[name] + size]

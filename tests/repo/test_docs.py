@@ -108,6 +108,7 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
 def test_commands_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     verbs = {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}
+    verbs |= {group.name for group in cli.app.registered_groups}
     text = page.read_text(encoding="utf-8")
     shell = "\n".join([b.text for b in blocks(page) if b.info == "sh"] + re.findall(r"`([^`\n]+)`", text))
     unknown = [f"make {t}" for t in re.findall(r"^make ([a-z-]+)", shell, re.MULTILINE) if t not in targets]

@@ -53,9 +53,9 @@ class FakeModel:
         ids, positions, slots, starts, lens = (x.tolist() for x in (b.ids, b.positions, b.slots, b.q_starts, b.kv_lens))
         assert all(0 <= i < self.vocab for i in ids), "a token id that no vocabulary has"
         assert starts[0] == 0
-        assert starts[-1] == t
+        assert set(slots[starts[-1] :]) <= {-1}, "a token of no sequence is stored"
         assert len(starts) == n + 1
-        real = [s for s in slots if s]  # idle rows share place 0 of the dummy page
+        real = [s for s in slots if s > 0]  # idle rows share place 0 of the dummy page
         assert len(set(real)) == len(real), "two tokens in one place of the cache"
         histories = self._histories(b, ids, positions, slots, starts, lens)
         ends = [e - 1 for e in starts[1:]]
@@ -64,7 +64,7 @@ class FakeModel:
         self.steps.append((t, n, len(rows)))
         logits = torch.zeros(len(rows), self.vocab)
         for i, row in enumerate(rows):
-            owner = next(j for j, end in enumerate(ends) if row <= end)
+            owner = next(j for j in range(n) if starts[j] <= row < starts[j + 1])
             history = histories[owner]
             if history is None:
                 continue
@@ -78,14 +78,18 @@ class FakeModel:
         k, v = b.caches[3].k, b.caches[3].v
         pages, page_size = k.shape[:2]
         flat_k, flat_v = (c.view(pages * page_size, *c.shape[2:]) for c in (k, v))
-        at = torch.tensor(slots, device=k.device)
-        flat_k[at] = b.ids.to(k.dtype)[:, None, None].expand(-1, *k.shape[2:])
-        flat_v[at] = b.positions.to(v.dtype)[:, None, None].expand(-1, *v.shape[2:])
+        used = starts[-1]
+        at = torch.tensor(slots[:used], device=k.device, dtype=torch.int64)
+        flat_k[at] = b.ids[:used].to(k.dtype)[:, None, None].expand(-1, *k.shape[2:])
+        flat_v[at] = b.positions[:used].to(v.dtype)[:, None, None].expand(-1, *v.shape[2:])
         tables = [set(table[: -(-length // page_size)]) for table, length in zip(b.page_table.tolist(), lens, strict=True)]
         out = []
         for i, length in enumerate(lens):
             first, end = starts[i : i + 2]
-            assert end > first
+            if end == first:
+                assert length == 0
+                out.append(None)
+                continue
             table = b.page_table[i].tolist()
             if set(table) == {0}:
                 assert (end - first, length, slots[first], positions[first]) == (1, 1, 0, 0), "an idle row leaves the dummy page"

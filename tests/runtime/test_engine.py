@@ -68,7 +68,8 @@ def test_any_schedule_gives_each_request_its_own_tokens(requests, options, alike
     """alike: prompts are beginnings of one text, so that they share pages where `reuse` is on."""
     model = FakeModel()
     padded, rng = options.pop("padded"), np.random.default_rng(sum(n for n, *_ in requests))
-    engine = make(model, **options, graph_sizes=[s for s in (2, 5) if s <= options["max_batch"]] if padded else [])
+    sizes = {"graph_sizes": [s for s in (2, 5) if s <= options["max_batch"]], "mixed_sizes": [1 + options["chunk"] // 2]} if padded else {}
+    engine = make(model, **options, **sizes)
     live, aborts, text = [], {}, rng.integers(0, NAN_TOKEN - 1, 100).tolist()
     for step in range(10_000):
         for n, max_tokens, at, abort_after in requests:
