@@ -33,8 +33,10 @@ class Step:
         lens = self.where["kv_lens"] if "kv_lens" in self.where else self.where["kv_starts"].diff()
         return int(lens.max()) if len(lens) else 0
 
-    def wide(self) -> Step:
-        return replace(self, q=self.q.float(), k=self.k.float(), v=self.v.float())
+    def wide(self, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> Step:
+        """The stored values in fp32, keys and values times their scales."""
+        k, v = (t.float() * (1.0 if s is None else s[:, None]) for t, s in ((self.k, k_scale), (self.v, v_scale)))
+        return replace(self, q=self.q.float(), k=k, v=v)
 
     def call(self, device: str = "cpu", variant: AttentionVariant | None = None, **options: Any) -> tuple[Tensor, Tensor]:
         options = {"scale": self.q.shape[2] ** -0.5} | self.where | options
@@ -72,7 +74,7 @@ def compare(got: tuple[Tensor, Tensor], step: Step, variant: AttentionVariant = 
     """Against the reference in fp32 on the same stored values. Rounding the weights (u of q's dtype; in fp16 a weight below 2^-14 errs by
     up to 2^-25 instead) errs by at most u sum p |v| (2^-25 sum |v|, over the largest weight, which is 1), the result by u |o|; fp32 scores
     err by about (D + keys) 2^-24 times |s| <= 16 in the exponent, that is in p relatively. steep: how much a variant widens the scores."""
-    wide = step.wide()
+    wide = step.wide(options.pop("k_scale", None), options.pop("v_scale", None))
     want, lse = wide.call(variant=variant, **options)
     size, _ = replace(wide, v=wide.v.abs()).call(variant=variant, **options)
     inside = 16 * steep * (step.q.shape[2] + step.keys) * EPS[torch.float32]
