@@ -336,6 +336,20 @@ def test_offsets_beyond_2_to_the_31(route: Any) -> None:
     compare(far.call("cuda", route), step)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("max_q", [None, 1])
+def test_rows_of_a_padded_sequence_see_nothing(max_q: int | None, sinks: bool, device: str) -> None:
+    """A row and no keys: nothing is read, and the row's sink is all there is."""
+    cache, table = torch.full((1, 16, 1, 64), float("nan"), dtype=BF16), torch.full((2, 1), 2**31 - 1, dtype=torch.int32)
+    step = Step(normal(3, 2, 64, dtype=BF16), cache, cache, ints(0, 1, 2), {"page_table": table, "kv_lens": ints(0, 0)})
+    logits = normal(2) if sinks else None
+    out, lse = step.call(device, max_q=max_q, sinks=logits, window=4)
+    assert_same(out, torch.zeros_like(out))
+    assert_close(lse[:2], torch.full((2, 2), float("-inf")) if logits is None else logits.expand(2, 2), rtol=1e-6)
+    assert_same(lse[2:], torch.full_like(lse[2:], float("-inf")))
+
+
 @pytest.mark.gpu
 def test_empty() -> None:
     step = make([], [], 4, 2, 64)
