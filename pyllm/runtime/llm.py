@@ -193,6 +193,10 @@ class LLM:
         """End all requests; the object is of no more use."""
         self._loop.shutdown()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_loop"):
+            self._loop.close()  # its thread would keep the model's memory
+
     def __enter__(self) -> LLM:
         return self
 
@@ -214,7 +218,11 @@ class LLM:
                 include, skip = params.include_stop_str_in_output, params.skip_special_tokens
                 request.text = TextOutput(self.tokenizer, params.stop, include_stop=include, skip_special_tokens=skip)
             requests.append(request)
-        return RequestOutput(text, requests, self.tokenizer, params.n, self._loop.abort)
+        return RequestOutput(text, requests, self.tokenizer, params.n, self._abort)
+
+    def _abort(self, request: Request) -> None:
+        """Handles hold this, and so the model, for as long as they live."""
+        self._loop.abort(request)
 
     def _resolve(self, prompt: Prompt, params: SamplingParams) -> tuple[SamplingParams, str | None, list[int]]:
         """Parameters with bad texts as token ids; the prompt as text, if it was, and as token ids."""

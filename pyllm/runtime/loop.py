@@ -35,9 +35,13 @@ class EngineLoop:
         self._inbox.append((request, False))
         self._wake.set()
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
+        """Take nothing more and end soon; does not wait for it."""
         self.closed = self.closed or "it was shut down"
         self._wake.set()
+
+    def shutdown(self) -> None:
+        self.close()
         if self._thread is not threading.current_thread() and not self._hangs():
             self._thread.join()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyllm.runtime.batch import Batch, KvCache
 from pyllm.runtime.request import Request
+from pyllm.runtime.sample import to_device
 
 # Scalars of a row, one tensor `[len, S]` of 32-bit words; the last three are floats.
 POSITION, KV_LEN, ACTIVE, TOP_K, INDEX, TEMPERATURE, TOP_P, MIN_P = range(8)
@@ -87,7 +88,7 @@ class Rows:
         """Bring the device up to date with the moves and changes since the last flush: one copy. Returns the moves (from, to)."""
         moves, self._moves = self._moves, []
         if moves:
-            source, target = torch.tensor(moves, device=self.device).unbind(1)
+            source, target = to_device(moves, self.device).unbind(1)
             for t, dim in ((self.token, 0), (self._scalars, 1), (self._seed, 0), (self._table, 0)):
                 t.index_copy_(dim, target, t.index_select(dim, source))
         if self._staged:

@@ -14,7 +14,7 @@ from pyllm.runtime.graph import Graphs
 from pyllm.runtime.kv import KvPool
 from pyllm.runtime.request import Request
 from pyllm.runtime.rows import Rows
-from pyllm.runtime.sample import Logprobs, Traits, to_host
+from pyllm.runtime.sample import Logprobs, Traits, to_device, to_host
 from pyllm.runtime.schedule import Plan
 from pyllm.runtime.shape import Shaper
 from pyllm.runtime.step import StepBuffers
@@ -127,7 +127,7 @@ class Runner:
         if not step.requests:
             return Flight([], None, prompt_logprobs=prompt_logprobs)
         if len(step.requests) < step.logit_rows:
-            logits = logits[torch.tensor(step.sample_at, device=logits.device)]
+            logits = logits[to_device(step.sample_at, logits.device)]
         for chunk in plan.chunks:
             if chunk.last:
                 self._shaper.admit(chunk.request)
@@ -150,6 +150,6 @@ class Runner:
 def _prompt_logprobs(logits: Tensor, request: Request, start: int, first: int, count: int) -> tuple[Request, int, Logprobs]:
     """Logits at positions start .. start + count predict the tokens one further on; only the prompt's are reported."""
     count = min(count, len(request.prompt_token_ids) - 1 - start)
-    targets = torch.from_numpy(request.tokens[start + 1 : start + 1 + count].copy()).to(logits.device)
+    targets = to_device(request.tokens[start + 1 : start + 1 + count].copy(), logits.device, torch.int32)
     top = request.params.prompt_logprobs or 0
     return request, start + 1, Logprobs.start(logits[first : first + count], targets, range(count), [top] * count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,12 @@ class Traits:
         return sample_tokens(logits, **{n: t for n, t in arguments.items() if n not in _FILTERS or n in self.filters})
 
 
+def to_device(values: Sequence | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Host values on the device without waiting for it: `torch.tensor(values, device="cuda")` would wait for all that was launched."""
+    t = torch.as_tensor(values, dtype=dtype)
+    return t if device.type == "cpu" else t.pin_memory().to(device, non_blocking=True)
+
+
 def to_host(t: Tensor) -> Tensor:
     """A copy in host memory; on a GPU it is there once the stream has come so far."""
     if t.device.type == "cpu":
@@ -66,7 +73,7 @@ class Logprobs:
     def start(cls, logits: Tensor, tokens: Tensor, rows: Sequence[int], tops: Sequence[int]) -> Logprobs:
         """rows: of the logits and tokens (-1, a row that failed, is never reported; it only must not index outside the row)."""
         if len(rows) < len(logits):
-            index = torch.tensor(rows, device=logits.device)
+            index = to_device(rows, logits.device)
             logits, tokens = logits[index], tokens[index]
         tokens = tokens.clamp_min(0)
         return cls(list(tops), [to_host(t) for t in (tokens, *token_logprobs(logits, tokens, max(tops)))])

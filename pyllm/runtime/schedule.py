@@ -79,7 +79,8 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The work of the next step; None when there is nothing to launch."""
-        self.rows.compact()
+        if not self.waiting or self.rows.top - self.rows.count > self.rows.top // 8:  # else those who wait fill the holes
+            self.rows.compact()
         if not self.reserve:
             self._grow()
         self._admit()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pyllm.runtime.request import Request
+from pyllm.runtime.sample import to_device
 
 _BANNED = float("-inf")
 
@@ -34,13 +35,14 @@ class Shaper:
             self._counts = torch.zeros(self._size, dtype=torch.int32, device=self._device)
             self._prompt = torch.zeros(self._size, dtype=torch.bool, device=self._device)
         vocab = self._size[1]
-        self._counts[request.row] = torch.from_numpy(np.bincount(request.token_ids, minlength=vocab).astype(np.int32))
-        self._prompt[request.row] = torch.from_numpy(np.bincount(request.prompt_token_ids, minlength=vocab) > 0)
+        counts, prompt = (np.bincount(np.asarray(ids, np.int64), minlength=vocab) for ids in (request.token_ids, request.prompt_token_ids))
+        self._counts[request.row] = to_device(counts, self._device, torch.int32)
+        self._prompt[request.row] = to_device(prompt > 0, self._device, torch.bool)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         for t in (self._counts, self._prompt):
             if t is not None and moves:
-                source, target = torch.tensor(moves, device=self._device).unbind(1)
+                source, target = to_device(moves, self._device).unbind(1)
                 t[target] = t[source]
 
     def count(self, rows: Tensor, tokens: Tensor) -> None:
@@ -57,11 +59,11 @@ class Shaper:
         biased = [(i, t, v) for i, r in active for t, v in r.params.logit_bias]
         if biased:
             rows, ids, values = zip(*biased, strict=True)
-            at = (torch.tensor(rows, device=logits.device), torch.tensor(ids, device=logits.device))
-            logits.index_put_(at, torch.tensor(values, dtype=torch.float32, device=logits.device), accumulate=True)
+            at = tuple(to_device((rows, ids), logits.device).unbind(0))
+            logits.index_put_(at, to_device(values, logits.device, torch.float32), accumulate=True)
         banned = [(i, t) for i, r in active for t in _banned(r)]
         if banned:
-            logits[tuple(torch.tensor(banned, device=logits.device).unbind(1))] = _BANNED
+            logits.index_put_(tuple(to_device(banned, logits.device).unbind(1)), logits.new_full((), _BANNED))
         for i, r in active:
             for processor in r.params.logits_processor:
                 row = processor([*r.prompt_token_ids, *r.token_ids], logits[i])
@@ -74,9 +76,9 @@ class Shaper:
         if not active:
             return
         assert self._counts is not None and self._prompt is not None
-        i, rows = torch.tensor([(i, r.row) for i, r in active], device=logits.device).unbind(1)
+        i, rows = to_device([(i, r.row) for i, r in active], logits.device).unbind(1)
         each = [(r.params.repetition_penalty, r.params.presence_penalty, r.params.frequency_penalty) for _, r in active]
-        repetition, presence, frequency = torch.tensor(each, dtype=torch.float32, device=logits.device)[:, :, None].unbind(1)
+        repetition, presence, frequency = to_device(each, logits.device, torch.float32)[:, :, None].unbind(1)
         x, counts = logits[i], self._counts[rows]
         seen = self._prompt[rows] | (counts > 0)
         x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
