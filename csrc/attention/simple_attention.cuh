@@ -412,8 +412,8 @@ struct SimpleRowEnd {
   __device__ __forceinline__ SimpleRowEnd(const SimpleAttentionParams& p, const SimpleTile& tile, int row, float top, float sum) {
     const int j = (tile.first_row + row) / p.group, head = blockIdx.y * p.group + tile.first_row + row - j * p.group;
     place = j < tile.n ? (static_cast<int64_t>(tile.q_start) + j) * p.heads + head : -1;
-    factor = sum > 0.f ? 1.f / sum : 0.f;
-    lse = sum > 0.f ? (top + log2f(sum)) * kLn2 : -INFINITY;
+    factor = sum == 0.f ? 0.f : 1.f / sum;  // NaN stays NaN
+    lse = sum == 0.f ? -INFINITY : (top + log2f(sum)) * kLn2;
     if (p.v_scale != nullptr) factor *= p.v_scale[blockIdx.y * p.v_scale_step];
     if (p.splits == 1 && p.sinks != nullptr && tile.b < p.batch && place >= 0) add_sink(p.sinks[head]);
   }
