@@ -12,7 +12,9 @@ from torch import Tensor
 from pyllm.jit import AttentionVariant
 from pyllm.layers import Attn, Decoder, Embedding, Sub, bind
 from pyllm.runtime.batch import Batch, KvCache
+from pyllm.runtime.engine import Engine
 from pyllm.runtime.explain import explain
+from pyllm.runtime.params import SamplingParams
 from tests.jit.examples import alibi, document_mask, soft_cap
 from tests.layers.custom import DIM, HEADS, KV, VOCAB, D, random_state
 from tests.models.paged import Paged
@@ -100,3 +102,17 @@ def test_explain_names_it() -> None:
     assert (row.op, row.kernel, row.shape) == ("variant_attention", "NVRTC variant_attention", "4/2x16 causal alibi")
     plain = next(r for r in explain(decoder(None), context=32).rows if r.what == "kv[0]")
     assert (plain.bytes, plain.flops) == (row.bytes, row.flops)
+
+
+def test_the_engine_runs_it() -> None:
+    """Prompts in chunks and decodes, against whole sequences through the bound module."""
+    spec = replace(decoder(alibi(HEADS)), max_positions=64)
+    state = loud(spec)
+    engine = Engine(spec, bind(spec, state), max_batch=4, max_tokens=256, chunk=5)
+    prompts = [IDS[:12].tolist(), IDS[20:23].tolist()]
+    requests = [engine.submit(prompt, SamplingParams(max_tokens=6)) for prompt in prompts]
+    engine.run()
+    for prompt, request in zip(prompts, requests, strict=True):
+        known = torch.tensor([*prompt, *request.token_ids])
+        logits = bind(spec, state)(Paged(spec, 1, N).step([known[:-1]]))
+        assert logits[len(prompt) - 1 :].argmax(-1).tolist() == list(request.token_ids)
