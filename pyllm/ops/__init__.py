@@ -5,6 +5,7 @@ from __future__ import annotations
 from pyllm import _native
 from pyllm.ops.attention import paged_attention
 from pyllm.ops.decode import decode_attention
+from pyllm.ops.dense import dense_linear, linear_fp8, linear_int8
 from pyllm.ops.fused import act, act_mul, embed_tokens, softcap
 from pyllm.ops.gemm import linear
 from pyllm.ops.moe import moe_experts, route_experts
@@ -19,9 +20,12 @@ __all__ = [
     "act",
     "act_mul",
     "decode_attention",
+    "dense_linear",
     "embed_tokens",
     "layer_norm",
     "linear",
+    "linear_fp8",
+    "linear_int8",
     "moe_experts",
     "paged_attention",
     "qk_norm_rope_append",

@@ -1,0 +1,113 @@
+// Dense GEMM, host side: tensor maps and launch of one tile shape, choice among those that a unit instantiates.
+#pragma once
+#include "common/dispatch.h"
+#include "common/tensor_map.h"
+#include "gemm/dense_linear.cuh"
+#include "gemm/dense_linear.h"
+#include "gemm/dense_plan.h"
+
+namespace pyllm::dense {
+
+inline int sm_count() {
+  static const int count = [] {
+    int device = 0, sms = 0;
+    check_launch(cudaGetDevice(&device), "dense GEMM");
+    check_launch(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "dense GEMM");
+    return sms;
+  }();
+  return count;
+}
+
+template <class C>
+constexpr TileInfo tile_info() {
+  return {static_cast<int>(C::kWay), C::BM, C::BN, C::kClusterM, C::kClusterN, C::kSplit, C::kCtasPerSM};
+}
+
+template <class C>
+Maps make_maps(const DenseParams& p) {
+  constexpr DType in = sizeof(typename C::T) == 1                     ? DType::kE4M3
+                       : std::is_same_v<typename C::T, __nv_bfloat16> ? DType::kBF16
+                                                                      : DType::kFP16;
+  const int64_t columns = C::Finish::kGated ? p.n / 2 : p.n;
+  Maps maps;
+  // One row has no stride; TMA wants one of 16 bytes all the same.
+  const int64_t x_stride = p.m > 1 ? p.x_stride : ceil_div(p.k, 16) * 16, w_stride = p.n > 1 ? p.w_stride : ceil_div(p.k, 16) * 16;
+  maps.x = make_tensor_map<2>("x", p.x, in, {p.k, p.m}, {x_stride}, {C::BK, C::BM / C::kClusterN}, Swizzle::k128);
+  if constexpr (C::Finish::kGated) {
+    // Groups of 8 rows of the gate and of the up projection in turn.
+    maps.w = make_tensor_map<4>("weight", p.w, in, {p.k, 8, 2, columns / 8}, {w_stride, columns * w_stride, 8 * w_stride},
+                                {C::BK, 8, 2, C::BN / 16}, Swizzle::k128);
+  } else {
+    maps.w = make_tensor_map<2>("weight", p.w, in, {p.k, p.n}, {w_stride}, {C::BK, C::BN / C::kClusterM}, Swizzle::k128);
+  }
+  maps.y = make_tensor_map<2>("out", p.out, p.out_dtype, {columns, p.m}, {columns}, {C::kChunkOut, 64},
+                              C::kChunkOut == 64   ? Swizzle::k128
+                              : C::kChunkOut == 32 ? Swizzle::k64
+                                                   : Swizzle::k32);
+  return maps;
+}
+
+template <class C>
+void launch_tile(const DenseParams& p, cudaStream_t stream) {
+  const TileInfo info = tile_info<C>();
+  const Problem problem{p.m, p.n, p.k, sizeof(typename C::T), sm_count()};
+  const int64_t count = tiles(info, problem);
+  // The CTAs of a split meet at cluster barriers once: one tile each.
+  const int64_t clusters = C::kSplit > 1 ? count : std::min(count, slots(info, problem.sms));
+  const LaunchShape shape{dim3(static_cast<unsigned>(clusters * C::kCluster)), dim3(C::kThreads), C::kSmem, C::kCluster};
+  const Shape sizes{static_cast<int>(p.m), static_cast<int>(p.n), static_cast<int>(p.k), raster(info)};
+  const Blocks blocks{p.x_blocks, p.w_blocks, p.x_blocks_stride, p.w_blocks_stride};
+  launch("dense GEMM", shape, stream, gemm_kernel<C>, make_maps<C>(p), sizes, p.epilogue, blocks);
+}
+
+// A list of tile shapes; `run` takes the one chosen for p.
+template <class... C>
+struct Tiles {
+  static constexpr TileInfo kInfo[] = {tile_info<C>()...};
+  static void run(const DenseParams& p, int bytes, cudaStream_t stream) {
+    const int chosen = choose_tile(kInfo, sizeof...(C), {p.m, p.n, p.k, bytes, sm_count()});
+    int i = 0;
+    ((chosen == i++ ? launch_tile<C>(p, stream) : void()), ...);
+  }
+};
+
+// Tiles of operands T and results Out without an activation, gate, soft cap or residual.
+template <class T, class Out>
+using PlainTiles = Tiles<Tile<T, Out, Way::kTurns, 128, 128, 1, 2, 1>, Tile<T, Out, Way::kTurns, 128, 128, 1, 1, 1>,
+                         Tile<T, Out, Way::kTurns, 128, 192, 2, 1, 1>, Tile<T, Out, Way::kTurns, 128, 160, 2, 1, 1>,
+                         Tile<T, Out, Way::kTogether, 128, 256, 1, 1, 1>, Tile<T, Out, Way::kTogether, 128, 192, 1, 1, 1>,
+                         Tile<T, Out, Way::kTogether, 128, 128, 1, 1, 1>, Tile<T, Out, Way::kTogether, 128, 96, 1, 1, 1>,
+                         Tile<T, Out, Way::kTogether, 128, 64, 1, 1, 1>, Tile<T, Out, Way::kTogether, 128, 64, 2, 1, 1>,
+                         Tile<T, Out, Way::kTogether, 128, 192, 1, 1, 2>, Tile<T, Out, Way::kTogether, 128, 128, 1, 1, 4>>;
+
+// The same with them: one shape, since each activation is a kernel of its own.
+template <class T, class Out, class Finish>
+using FullTiles = Tiles<Tile<T, Out, Way::kTurns, 128, 128, 1, 1, 1, Finish>>;
+
+inline bool is_plain(const DenseParams& p) {
+  return !p.gated && p.epilogue.act == gemm::kNoActivation && p.epilogue.softcap == 0.f && p.epilogue.residual == nullptr;
+}
+
+template <class T, class Out>
+void run_full(const DenseParams& p, cudaStream_t stream) {
+  const auto run = [&](auto act) {
+    constexpr int kAct = decltype(act)::value;
+    if (p.gated) {
+      FullTiles<T, Out, Full<kAct, true>>::run(p, sizeof(T), stream);
+    } else {
+      FullTiles<T, Out, Full<kAct, false>>::run(p, sizeof(T), stream);
+    }
+  };
+  dispatch<gemm::kNoActivation, fused::kSilu, fused::kGelu, fused::kGeluTanh, fused::kRelu2>("act", p.epilogue.act, run);
+}
+
+template <class T, class Out>
+void run_dense(const DenseParams& p, cudaStream_t stream) {
+  if (is_plain(p)) {
+    PlainTiles<T, Out>::run(p, sizeof(T), stream);
+  } else {
+    run_full<T, Out>(p, stream);
+  }
+}
+
+}  // namespace pyllm::dense

@@ -1,0 +1,234 @@
+// Dense GEMM for many rows (sm_90a): y[m, n] = epilogue(sum_k x[m, k] w[n, k]), both operands K-major.
+//
+// Roles: one warpgroup feeds (warp 0: TMA of x and w; warp 1: column scales and bias), one to three warpgroups multiply (wgmma out of
+// shared memory, fp32 or int32 sums in registers) and store (registers -> stmatrix -> swizzled shared memory -> TMA store).
+// A ring of stages of 128 bytes along K connects them: full[s] counts the bytes of TMA, empty[s] the warps that have read the stage.
+// Persistent: CTAs walk over tiles, groups of `raster` tiles along M first, so that the tiles in flight share rows of x and w in L2.
+// Clusters: CTAs with the same rows of w (kClusterM) or of x (kClusterN) load a part each and multicast it; kSplit CTAs share one
+// output tile, each sums its part of K, and the parts are joined through distributed shared memory in a fixed order.
+// Tails: TMA fills reads outside with zeros and drops writes outside.
+// Measured: see docs/gemm.md.
+#pragma once
+#include "gemm/dense_fp8.cuh"
+#include "gemm/epilogue.cuh"
+
+namespace pyllm::dense {
+
+template <class Out>
+__device__ __forceinline__ uint32_t pack(float a, float b) {
+  if constexpr (std::is_same_v<Out, __nv_bfloat16>) {
+    const __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&v);
+  } else {
+    const __half2 v = __floats2half2_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&v);
+  }
+}
+
+// Two neighbouring values of the residual, past the L1: a kernel that ran beside this one may have written them.
+__device__ __forceinline__ uint32_t load_pair(const void* from) {
+  uint32_t bits;
+  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(bits) : "l"(from) : "memory");
+  return bits;
+}
+
+// Where a chunk goes: of the output, and its first column inside the tile's sums.
+struct Place {
+  int m, n, column;
+};
+
+// The values of 8 columns of sums (unit u of the chunk) that this thread holds, scaled and with the bias: v[row half][column].
+template <class C>
+__device__ __forceinline__ void scale_unit(float (&v)[2][2], const typename C::Sum* d, int u, const float (&row_scale)[2],
+                                           uint32_t columns) {
+  float s0, b0, s1, b1;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(s0), "=f"(b0), "=f"(s1), "=f"(b1)
+               : "r"(columns + 8 * (8 * u + 2 * static_cast<int>(threadIdx.x % 4))));
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    v[h][0] = fmaf(static_cast<float>(d[4 * u + 2 * h]) * row_scale[h], s0, b0);
+    v[h][1] = fmaf(static_cast<float>(d[4 * u + 2 * h + 1]) * row_scale[h], s1, b1);
+  }
+}
+
+// Activation or gate, soft cap, residual (its bits in `add`) of 8 columns of the output.
+template <class C>
+__device__ __forceinline__ void finish_unit(float (&v)[2][2], const float (&up)[2][2], const gemm::EpilogueParams& e,
+                                            const uint32_t (&add)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float y = v[h][c];
+      if constexpr (C::Finish::kAct != gemm::kNoActivation) y = gemm::activate(C::Finish::kAct, y);
+      if constexpr (C::Finish::kGated) y *= up[h][c];
+      if (e.softcap != 0.f) y = e.softcap * tanhf(y * fused::fast_reciprocal(e.softcap));
+      if (e.residual != nullptr) {
+        const uint16_t bits = add[h] >> (16 * c);
+        y += to_float(reinterpret_cast<const typename C::Out&>(bits));
+      }
+      v[h][c] = y;
+    }
+  }
+}
+
+// One chunk of 64 rows x kChunk columns of sums: epilogue, rounding, and on to TMA. `buffer` goes round those of this warpgroup.
+template <class C>
+__device__ __forceinline__ void store_chunk(const typename C::Sum* d, const float (&row_scale)[2], const Maps& maps, const Shape& shape,
+                                            const gemm::EpilogueParams& e, const Shared<C>& smem, int consumer, int turn, int& buffer,
+                                            const Place& at) {
+  constexpr int kUnits = C::kChunkOut / 8;  // of 8 columns of the output, 16 bytes
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const uint32_t to = smem.c(consumer) + buffer * C::kChunkBytes;
+  const bool leader = threadIdx.x % 128 == 0;
+  [[maybe_unused]] uint32_t add[C::Finish::kFull ? kUnits : 1][2] = {};
+  if constexpr (C::Finish::kFull) {
+    if (e.residual != nullptr) {
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int row = at.m + 16 * warp + 8 * h + lane / 4, column = at.n + 8 * u + 2 * (lane % 4);
+          if (row < shape.m && column < (C::Finish::kGated ? shape.n / 2 : shape.n)) {
+            add[u][h] = load_pair(static_cast<const typename C::Out*>(e.residual) + row * e.residual_stride + column);
+          }
+        }
+      }
+    }
+  }
+  if (leader) store_wait_read<C::kChunkBuffers - 1>();
+  named_sync(1 + consumer, 128);
+  const int row = 16 * warp + lane % 16;
+  const uint32_t columns = smem.columns(turn) + 8 * at.column;
+#pragma unroll
+  for (int u = 0; u < kUnits; u += 2) {
+    uint32_t packed[4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float v[2][2], up[2][2] = {};
+      if constexpr (C::Finish::kGated) {
+        scale_unit<C>(v, d, 2 * (u + i), row_scale, columns);
+        scale_unit<C>(up, d, 2 * (u + i) + 1, row_scale, columns);
+      } else {
+        scale_unit<C>(v, d, u + i, row_scale, columns);
+      }
+      if constexpr (C::Finish::kFull) finish_unit<C>(v, up, e, add[u + i]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) packed[2 * i + h] = pack<typename C::Out>(v[h][0], v[h][1]);
+    }
+    const int unit = u + lane / 16;
+    const int swizzled = unit ^ (C::kChunkOut == 64 ? row & 7 : C::kChunkOut == 32 ? row >> 1 & 3 : row >> 2 & 1);
+    store_matrix(to + row * C::kChunkOut * 2 + swizzled * 16, packed);
+  }
+  fence_async_shared();
+  named_sync(1 + consumer, 128);
+  if (leader) {
+    tma_store(&maps.y, to, at.n, at.m);
+    store_commit();
+  }
+  buffer = (buffer + 1) % C::kChunkBuffers;
+}
+
+template <class C>
+__device__ __forceinline__ void consume(const Maps& maps, const Shape& shape, const gemm::EpilogueParams& e,
+                                        [[maybe_unused]] const Blocks& blocks, const Shared<C>& smem, const Walk<C>& walk) {
+  const int consumer = static_cast<int>(threadIdx.x) / 128 - 1;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int share = consumer % C::kSharers, turn = C::kTiles > 1 ? consumer : 0;
+  Ring<C> ring;
+  if (turn > 0) {
+    pass_turn<C>();
+    ring.skip(walk.k_end - walk.k_begin);
+  }
+  uint32_t columns_phase = 0;
+  int buffer = 0;
+  for (int tile = walk.first() + turn * walk.clusters; tile < walk.count(); tile += C::kTiles * walk.clusters, columns_phase ^= 1) {
+    int m, n;
+    walk.origin(tile, shape.raster, m, n);
+    m += share * C::kBlocksM * 64;
+    take_turn<C>();
+    typename C::Sum d[C::kBlocksM][C::R];
+    if constexpr (C::kSums == Sums::kBlock) {
+      sum_blocks<C>(d, BlockScales<C>(shape, blocks, m, n, walk), smem, walk, share, ring);
+    } else {
+      sum_plain<C>(d, smem, walk, share, ring);
+    }
+    if constexpr (C::kTiles > 1) ring.skip((C::kTiles - 1) * (walk.k_end - walk.k_begin));
+    if constexpr (C::kSplit > 1) join_split<C>(d, smem, walk);
+    float row_scale[C::kBlocksM][2];
+#pragma unroll
+    for (int i = 0; i < C::kBlocksM; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = m + 64 * i + 16 * warp + 8 * h + lane / 4;
+        row_scale[i][h] =
+            e.row_scale != nullptr && row < shape.m ? __ldcg(e.row_scale + static_cast<int64_t>(row) * e.row_scale_step) : 1.f;
+      }
+    }
+    barrier_wait(smem.columns_full(turn), columns_phase);
+    constexpr int kChunks = C::BN / C::kChunk / C::kSplit;
+    const int own = C::kSplit > 1 ? walk.split * (C::BN / C::kSplit) : 0;
+#pragma unroll
+    for (int i = 0; i < C::kBlocksM; ++i) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        const int column = own + c * C::kChunk;
+        const Place at{m + 64 * i, C::Finish::kGated ? (n + column) / 2 : n + column, column};
+        store_chunk<C>(&d[i][c * C::kChunk / 2], row_scale[i], maps, shape, e, smem, consumer, turn, buffer, at);
+      }
+    }
+    if (lane == 0) barrier_arrive(smem.columns_empty(turn));
+  }
+  if (threadIdx.x % 128 == 0) store_wait<0>();
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, C::kCtasPerSM)
+    gemm_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Shape shape,
+                const __grid_constant__ gemm::EpilogueParams epilogue, const __grid_constant__ Blocks blocks) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const Shared<C> smem{smem_address(memory)};
+  const Walk<C> walk(shape);
+  const int warp = threadIdx.x / 32;
+  if (warp == 0 && elect_one()) {
+    prefetch_map(&maps.x);
+    prefetch_map(&maps.w);
+    prefetch_map(&maps.y);
+#pragma unroll
+    for (int s = 0; s < C::kStages; ++s) {
+      barrier_init(smem.full(s), 1);
+      barrier_init(smem.empty(s), (C::kClusterM + C::kClusterN - 1) * C::kSharers * 4);
+    }
+#pragma unroll
+    for (int t = 0; t < C::kTiles; ++t) {
+      barrier_init(smem.columns_full(t), 32);
+      barrier_init(smem.columns_empty(t), C::kSharers * 4);
+    }
+    barrier_init_fence();
+  }
+  C::kCluster > 1 ? cluster_sync() : __syncthreads();
+  pdl_wait();
+  if (warp < 4) {
+    if constexpr (C::kMoveRegisters) registers_down<C::kProducerRegisters>();
+    if (warp == 0) {
+      if (elect_one()) produce<C>(maps, shape, smem, walk);
+      __syncwarp();
+    } else if (warp == 1) {
+      produce_columns<C>(shape, epilogue, smem, walk);
+    }
+    pdl_trigger();
+    if constexpr (C::kSplit > 1) {
+      __syncwarp();
+      cluster_sync();
+      cluster_sync();
+    }
+  } else {
+    if constexpr (C::kMoveRegisters) registers_up<C::kConsumerRegisters>();
+    consume<C>(maps, shape, epilogue, blocks, smem, walk);
+  }
+  // Peers may still multicast into this CTA, arrive at its barriers or write their parts: nobody leaves before all are done.
+  if constexpr (C::kCluster > 1) cluster_sync();
+}
+
+}  // namespace pyllm::dense

@@ -1,0 +1,123 @@
+// Dense GEMM: sums over K in the tensor cores' accumulators, and joining the parts of a split.
+#pragma once
+#include "gemm/dense_tile.cuh"
+
+namespace pyllm::dense {
+
+template <class C>
+__device__ __forceinline__ void multiply(typename C::Sum (&d)[C::kBlocksM][C::R], const Shared<C>& smem, int share, int stage,
+                                         bool accumulate) {
+  const uint64_t a = smem_descriptor<SmemLayout::kSwizzle128>(smem.a(stage) + share * C::kBlocksM * 64 * kStageBytes, 8 * kStageBytes);
+  const uint64_t b = smem_descriptor<SmemLayout::kSwizzle128>(smem.b(stage), 8 * kStageBytes);
+#pragma unroll
+  for (int k = 0; k < kStageBytes / 32; ++k) {
+#pragma unroll
+    for (int i = 0; i < C::kBlocksM; ++i) {
+      Wgmma<C::BN>::template ss<typename C::T>(d[i], descriptor_step(a, i * 64 * kStageBytes + 32 * k), descriptor_step(b, 32 * k),
+                                               accumulate || k > 0);
+    }
+  }
+}
+
+// Way::kTurns: a warpgroup waits for its stages only when the other has seen all of its own arrive, since a barrier tells only odd phases
+// from even ones. The named barriers 3 and 4 pass the turn on.
+template <class C>
+__device__ __forceinline__ void take_turn() {
+  if constexpr (C::kWay == Way::kTurns) named_sync(2 + static_cast<int>(threadIdx.x / 128), 256);
+}
+template <class C>
+__device__ __forceinline__ void pass_turn() {
+  if constexpr (C::kWay == Way::kTurns) named_arrive(5 - static_cast<int>(threadIdx.x / 128), 256);
+}
+
+template <class C>
+__device__ __forceinline__ void sum_plain(typename C::Sum (&d)[C::kBlocksM][C::R], const Shared<C>& smem, const Walk<C>& walk, int share,
+                                          Ring<C>& ring) {
+  uint32_t previous = 0;
+  for (int k = walk.k_begin; k < walk.k_end; ++k, ring.next()) {
+    barrier_wait(smem.full(ring.stage), ring.phase);
+    wgmma_fence();
+    multiply<C>(d, smem, share, ring.stage, k > walk.k_begin);
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (k > walk.k_begin) release<C>(previous, walk);
+    previous = smem.empty(ring.stage);
+  }
+  pass_turn<C>();
+  wgmma_wait<0>();
+#pragma unroll
+  for (int i = 0; i < C::kBlocksM; ++i) wgmma_pin(d[i]);
+  release<C>(previous, walk);
+}
+// The address of this CTA's shared memory in another CTA of the cluster.
+__device__ __forceinline__ uint32_t shared_of(uint32_t address, int rank) {
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+__device__ __forceinline__ void store_remote(uint32_t to, const float* v) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+__device__ __forceinline__ void store_remote(uint32_t to, const int* v) {
+  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+__device__ __forceinline__ void load_shared(float (&v)[4], uint32_t from) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(from));
+}
+__device__ __forceinline__ void load_shared(int (&v)[4], uint32_t from) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(from));
+}
+
+// The parts of a split. Parts of d trade places so that part p holds the columns of CTA (split ^ p): part 0 stays here, the others are
+// sent to their owners, who add what they receive in the order of p. Returns the sums of columns [split BN / kSplit, ...) in part 0.
+// (Swaps by select, not branches on the split: the compiler joins those into one with a run-time register index, out of local memory.)
+template <class C>
+__device__ __forceinline__ void join_split(typename C::Sum (&d)[C::kBlocksM][C::R], const Shared<C>& smem, const Walk<C>& walk) {
+  using Sum = typename C::Sum;
+  constexpr int kLine = 128 * C::kConsumers * 16;  // 16 bytes of each thread
+  constexpr int kOwn = C::R / C::kSplit, kPart = kLine / 4 * C::kBlocksM * kOwn;
+#pragma unroll
+  for (int i = 0; i < C::kBlocksM; ++i) {
+#pragma unroll
+    for (int bit = 1; bit < C::kSplit; bit *= 2) {
+      const bool swap = walk.split & bit;
+#pragma unroll
+      for (int j = 0; j < C::R; ++j) {
+        const int other = j + bit * kOwn;
+        if (j / kOwn & bit) continue;
+        const Sum low = d[i][j], high = d[i][other];
+        d[i][j] = swap ? high : low;
+        d[i][other] = swap ? low : high;
+      }
+    }
+  }
+  const uint32_t mine = smem.base + (threadIdx.x - 128) * 16;
+  constexpr int kPeers = C::kClusterM * C::kClusterN;
+  const int inside = static_cast<int>(cluster_rank()) % kPeers;
+  cluster_sync();  // nobody's stages are in use any more
+#pragma unroll
+  for (int p = 1; p < C::kSplit; ++p) {
+    const uint32_t to = shared_of(mine + (p - 1) * kPart, inside + (walk.split ^ p) * kPeers);
+#pragma unroll
+    for (int i = 0; i < C::kBlocksM; ++i) {
+#pragma unroll
+      for (int j = 0; j < kOwn; j += 4) store_remote(to + (i * kOwn + j) / 4 * kLine, &d[i][p * kOwn + j]);
+    }
+  }
+  cluster_sync();
+#pragma unroll
+  for (int p = 1; p < C::kSplit; ++p) {
+#pragma unroll
+    for (int i = 0; i < C::kBlocksM; ++i) {
+#pragma unroll
+      for (int j = 0; j < kOwn; j += 4) {
+        Sum part[4];
+        load_shared(part, mine + (p - 1) * kPart + (i * kOwn + j) / 4 * kLine);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) d[i][j + c] += part[c];
+      }
+    }
+  }
+}
+
+}  // namespace pyllm::dense

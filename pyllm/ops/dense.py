@@ -1,0 +1,297 @@
+"""The GEMMs of prefill: many rows on the tensor cores, in bf16 and fp16, e4m3 and int8, with what follows in the epilogue."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyllm.ops.fused import ACTS, activation
+from pyllm.ops.registry import check, define
+
+HALVES = (torch.bfloat16, torch.float16)
+E4M3 = torch.float8_e4m3fn
+BLOCK = 128
+"""Columns of K (of x) and rows and columns (of the weight) that share a scale of `linear_fp8`."""
+MAX_K_INT8 = 1 << 17
+
+
+def dense_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    act: str | None = None,
+    gated: bool = False,
+    softcap: float = 0.0,
+) -> Tensor:
+    """`y[m, n] = round(f(sum_k x[m, k] * weight[n, k] + bias[n]) + residual[m, n])`, any M.
+
+    f is act, then the soft limit `softcap * tanh(v / softcap)`. Gated: the weight's first half of rows is the gate, its second half the
+    up projection, and f is `act(gate) * up`.
+
+    Args:
+        x: `[M, K]` rows, bf16 or fp16, K a multiple of 8 from 16 on. The base and the row stride are multiples of 16 bytes.
+        weight: `[N, K]` rows of x.dtype, aligned like x, N a multiple of 8 from 16 on; gated: N = 2F, a multiple of 16.
+        bias: `[N]` of x.dtype, contiguous.
+        residual: `[M, N]` (gated `[M, F]`) rows of x.dtype, aligned like x; not changed.
+        act: one of `ACTS`, or None.
+        softcap: 0 for none.
+
+    Returns:
+        `[M, N]` (gated `[M, F]`) of x.dtype, contiguous.
+
+    Accumulation in fp32, one rounding at the end. The order of a sum may depend on M (small M cuts K over several SMs), but not from run
+    to run.
+
+    Raises:
+        ValueError (RuntimeError on CUDA): sizes, dtypes, strides or alignment that disagree with the above.
+    """
+    check(act is None or act in ACTS, "dense_linear", "act", f"is {act!r}, expected None or one of {', '.join(ACTS)}")
+    return torch.ops.pyllm.dense_linear(x, weight, bias, residual, -1 if act is None else ACTS[act], gated, softcap)
+
+
+def linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """`y[m, n] = sum_k x[m, k] * x_scale * weight[n, k] * weight_scale + bias[n]` of e4m3 values.
+
+    Args:
+        x: e4m3 `[M, K]` rows, K a multiple of 16 from 16 on. The base and the row stride are multiples of 16 bytes.
+        weight: e4m3 `[N, K]` rows, aligned like x, N a multiple of 16 from 16 on.
+        x_scale: fp32 dequantisation scales: `[1]` for all of x, `[M]` one per row (`quantize_fp8` mode token), or `[M, ceil(K / 128)]`
+            one per 128 columns of a row (mode group).
+        weight_scale: fp32: `[1]` or `[N]`; with scales of x by 128 columns `[ceil(N / 128), ceil(K / 128)]`, one per 128 x 128 block.
+        bias: `[N]` of out_dtype, contiguous.
+        out_dtype: bf16 or fp16.
+
+    Returns:
+        `[M, N]` of out_dtype, contiguous.
+
+    Scales per tensor, row or column multiply the finished sum. The tensor cores of sm_90 keep about 14 bits of each product below the
+    largest in a sum of e4m3 products, so the error of a sum is about 2^-13 of its largest partial sum; scales by blocks also bound that,
+    since each 128 columns are added in fp32. One rounding at the end. The order of a sum may depend on M, but not from run to run.
+
+    Raises:
+        ValueError (RuntimeError on CUDA): sizes, dtypes, strides or alignment that disagree with the above.
+    """
+    check(out_dtype in HALVES, "linear_fp8", "out_dtype", f"is {out_dtype}, expected torch.bfloat16 or torch.float16")
+    return torch.ops.pyllm.linear_fp8(x, weight, x_scale, weight_scale, bias, out_dtype == torch.float16)
+
+
+def linear_int8(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """`y[m, n] = (sum_k x[m, k] * weight[n, k]) * x_scale[m] * weight_scale[n] + bias[n]` of int8 values; the sum is exact in int32.
+
+    Args:
+        x: int8 `[M, K]` rows, K a multiple of 16 from 16 to 2^17 - 16. The base and the row stride are multiples of 16 bytes.
+        weight: int8 `[N, K]` rows, aligned like x, N a multiple of 16 from 16 on.
+        x_scale: fp32 dequantisation scales, `[1]` for all of x or `[M]` one per row.
+        weight_scale: fp32, `[1]` or `[N]`.
+        bias: `[N]` of out_dtype, contiguous.
+        out_dtype: bf16 or fp16.
+
+    Returns:
+        `[M, N]` of out_dtype, contiguous: the product of sum and scales in fp32, rounded once.
+
+    Raises:
+        ValueError (RuntimeError on CUDA): sizes, dtypes, strides or alignment that disagree with the above.
+    """
+    check(out_dtype in HALVES, "linear_int8", "out_dtype", f"is {out_dtype}, expected torch.bfloat16 or torch.float16")
+    return torch.ops.pyllm.linear_int8(x, weight, x_scale, weight_scale, bias, out_dtype == torch.float16)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_rows(op: str, name: str, t: Tensor) -> None:
+    item = t.element_size()
+    check(t.stride(1) == 1, op, name, f".stride(1) is {t.stride(1)}, expected 1")
+    aligned = t.shape[0] <= 1 or t.stride(0) * item % 16 == 0
+    check(aligned, op, name, f".stride(0) is {t.stride(0)} elements, expected a multiple of {16 // item}")
+
+
+def _check_operands(op: str, x: Tensor, weight: Tensor, dtypes: tuple[torch.dtype, ...], granule: int) -> None:
+    for name, t in (("x", x), ("weight", weight)):
+        check(t.dim() == 2, op, name, f"has {t.dim()} dimensions, expected 2")
+    check(x.dtype in dtypes, op, "x", f"is {_name(x.dtype)}, expected {' or '.join(_name(d) for d in dtypes)}")
+    check(weight.dtype == x.dtype, op, "weight", f"is {_name(weight.dtype)}, expected {_name(x.dtype)} like x")
+    (k, n), limit = (x.shape[1], weight.shape[0]), 1 << 31
+    check(weight.shape[1] == k, op, "weight", f".size(1) is {weight.shape[1]}, expected K={k} (from x)")
+    fits = 16 <= k < limit and k % granule == 0
+    check(fits, op, "x", f".size(1) is {k}, expected a multiple of {granule} from 16 to 2^31 - 1")
+    fits = 16 <= n < limit and n % granule == 0
+    check(fits, op, "weight", f".size(0) is {n}, expected a multiple of {granule} from 16 to 2^31 - 1")
+    _check_rows(op, "x", x)
+    _check_rows(op, "weight", weight)
+
+
+def _check_bias(op: str, bias: Tensor | None, n: int, dtype: torch.dtype) -> None:
+    if bias is None:
+        return
+    check(bias.dim() == 1, op, "bias", f"has {bias.dim()} dimensions, expected 1")
+    check(bias.shape[0] == n, op, "bias", f".size(0) is {bias.shape[0]}, expected N={n}")
+    check(bias.dtype == dtype, op, "bias", f"is {_name(bias.dtype)}, expected {_name(dtype)}")
+    check(bias.is_contiguous(), op, "bias", "is not contiguous")
+
+
+def _check_scale(op: str, name: str, scale: Tensor, letter: str, rows: int) -> None:
+    check(scale.dim() == 1, op, name, f"has {scale.dim()} dimensions, expected 1")
+    check(scale.dtype == torch.float32, op, name, f"is {_name(scale.dtype)}, expected float32")
+    check(scale.shape[0] in (1, rows), op, name, f".size(0) is {scale.shape[0]}, expected 1 or {letter}={rows}")
+    check(scale.is_contiguous(), op, name, "is not contiguous")
+
+
+def _check_blocks(op: str, name: str, scale: Tensor, rows: int, columns: int) -> None:
+    check(scale.dim() == 2, op, name, f"has {scale.dim()} dimensions, expected 2")
+    check(scale.dtype == torch.float32, op, name, f"is {_name(scale.dtype)}, expected float32")
+    check(tuple(scale.shape) == (rows, columns), op, name, f"has shape {list(scale.shape)}, expected {[rows, columns]}")
+    check(columns <= 1 or scale.stride(1) == 1, op, name, f".stride(1) is {scale.stride(1)}, expected 1")
+
+
+def _check_dense(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, act: int, gated: bool, softcap: float
+) -> tuple[int, int]:
+    """Shape of the result."""
+    op = "dense_linear"
+    _check_operands(op, x, weight, HALVES, 8)
+    m, n = x.shape[0], weight.shape[0]
+    check(not gated or n % 16 == 0, op, "weight", f".size(0) is {n}, expected a multiple of 16 with gated")
+    check(-1 <= act <= 3, op, "act", f"is {act}, expected -1 to 3 (none, silu, gelu, gelu_tanh, relu2)")
+    check(0.0 <= softcap < float("inf"), op, "softcap", f"is {softcap}, expected finite and >= 0")
+    _check_bias(op, bias, n, x.dtype)
+    columns = n // 2 if gated else n
+    if residual is not None:
+        check(residual.dim() == 2, op, "residual", f"has {residual.dim()} dimensions, expected 2")
+        check(residual.shape[0] == m, op, "residual", f".size(0) is {residual.shape[0]}, expected M={m} (from x)")
+        check(residual.shape[1] == columns, op, "residual", f".size(1) is {residual.shape[1]}, expected {columns}")
+        check(residual.dtype == x.dtype, op, "residual", f"is {_name(residual.dtype)}, expected {_name(x.dtype)} like x")
+        _check_rows(op, "residual", residual)
+    return m, columns
+
+
+def _dense_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    act: int = -1,
+    gated: bool = False,
+    softcap: float = 0.0,
+) -> Tensor:
+    _check_dense(x, weight, bias, residual, act, gated, softcap)
+    y = x.float() @ weight.float().T
+    if bias is not None:
+        y = y + bias.float()
+    if gated:
+        y, up = y.chunk(2, dim=1)
+        y = (y if act < 0 else activation(y, act)) * up
+    elif act >= 0:
+        y = activation(y, act)
+    if softcap != 0.0:
+        y = softcap * torch.tanh(y / softcap)
+    if residual is not None:
+        y = y + residual.float()
+    return y.to(x.dtype)
+
+
+def _dense_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    act: int = -1,
+    gated: bool = False,
+    softcap: float = 0.0,
+) -> Tensor:
+    return x.new_empty(_check_dense(x, weight, bias, residual, act, gated, softcap))
+
+
+def _check_fp8(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, fp16: bool) -> None:
+    op = "linear_fp8"
+    _check_operands(op, x, weight, (E4M3,), 16)
+    (m, k), n = x.shape, weight.shape[0]
+    if x_scale.dim() == 2:
+        _check_blocks(op, "x_scale", x_scale, m, -(-k // BLOCK))
+        _check_blocks(op, "weight_scale", weight_scale, -(-n // BLOCK), -(-k // BLOCK))
+    else:
+        _check_scale(op, "x_scale", x_scale, "M", m)
+        _check_scale(op, "weight_scale", weight_scale, "N", n)
+    _check_bias(op, bias, n, HALVES[fp16])
+
+
+def _fp8_reference(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, fp16: bool = False
+) -> Tensor:
+    _check_fp8(x, weight, x_scale, weight_scale, bias, fp16)
+    if x_scale.dim() == 2:
+        n, k = weight.shape
+        wide = weight_scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
+        y = (x.float() * x_scale.repeat_interleave(BLOCK, 1)[:, :k]) @ (weight.float() * wide).T
+    else:
+        y = (x.float() @ weight.float().T) * x_scale[:, None] * weight_scale
+    return (y if bias is None else y + bias.float()).to(HALVES[fp16])
+
+
+def _fp8_fake(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, fp16: bool = False) -> Tensor:
+    _check_fp8(x, weight, x_scale, weight_scale, bias, fp16)
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=HALVES[fp16])
+
+
+def _check_int8(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, fp16: bool) -> None:
+    op = "linear_int8"
+    _check_operands(op, x, weight, (torch.int8,), 16)
+    check(x.shape[1] < MAX_K_INT8, op, "x", f".size(1) is {x.shape[1]}, expected less than 2^17: sums are int32")
+    _check_scale(op, "x_scale", x_scale, "M", x.shape[0])
+    _check_scale(op, "weight_scale", weight_scale, "N", weight.shape[0])
+    _check_bias(op, bias, weight.shape[0], HALVES[fp16])
+
+
+def _int8_reference(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, fp16: bool = False
+) -> Tensor:
+    _check_int8(x, weight, x_scale, weight_scale, bias, fp16)
+    # fp64 holds every sum exactly.
+    y = (x.double() @ weight.double().T).float() * x_scale[:, None] * weight_scale
+    return (y if bias is None else y + bias.float()).to(HALVES[fp16])
+
+
+def _int8_fake(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, fp16: bool = False) -> Tensor:
+    _check_int8(x, weight, x_scale, weight_scale, bias, fp16)
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=HALVES[fp16])
+
+
+define(
+    "dense_linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, int act=-1, bool gated=False, float softcap=0.0)"
+    " -> Tensor",
+    stem="gemm/dense_linear",
+    public="pyllm.ops.dense.dense_linear",
+    reference=_dense_reference,
+    fake=_dense_fake,
+)
+define(
+    "linear_fp8(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? bias=None, bool fp16=False) -> Tensor",
+    stem="gemm/dense_fp8",
+    public="pyllm.ops.dense.linear_fp8",
+    reference=_fp8_reference,
+    fake=_fp8_fake,
+)
+define(
+    "linear_int8(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? bias=None, bool fp16=False) -> Tensor",
+    stem="gemm/dense_int8",
+    public="pyllm.ops.dense.linear_int8",
+    reference=_int8_reference,
+    fake=_int8_fake,
+)
