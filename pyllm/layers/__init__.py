@@ -3,7 +3,7 @@
 from pyllm.layers.attention import Attn, KvSlot
 from pyllm.layers.bind import Bound, bind
 from pyllm.layers.decoder import Decoder, Sub, Sum
-from pyllm.layers.formats import Dense, Format, QuantPlan
+from pyllm.layers.formats import Dense, Format, Fp8, QuantPlan
 from pyllm.layers.linear import Embedding, Linear
 from pyllm.layers.mlp import MLP
 from pyllm.layers.moe import MoE
@@ -20,6 +20,7 @@ __all__ = [
     "DynamicNtk",
     "Embedding",
     "Format",
+    "Fp8",
     "KvSlot",
     "LayerNorm",
     "Linear",

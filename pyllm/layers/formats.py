@@ -27,6 +27,7 @@ class Format:
 
     name: str = "?"
     op: str = "linear"  # torch.ops.pyllm.<op> that multiplies
+    quantizes: str = ""  # torch.ops.pyllm.<op> that turns x into what `op` multiplies; "": x as it is
 
     def tensors(self, weight: Weight) -> dict[str, Weight]:
         """attribute -> what to read, given the plain weight `[N, K]` (its parts, sharding and names)."""
@@ -80,6 +81,36 @@ class Dense(Format):
 
     def weight_bytes(self, n: int, k: int) -> int:
         return n * k * (4 if self.dtype is torch.float32 else 2)
+
+
+@dataclass(frozen=True)
+class Fp8(Format):
+    """e4m3 with one scale per output channel, quantized at bind time from a plain checkpoint; activations e4m3 with one scale per token.
+
+    N and K of the product are multiples of 16. An fp32 model's products are rounded to bf16.
+    """
+
+    name = "fp8"
+    op = "linear_fp8"
+    quantizes = "quantize_fp8"
+
+    def tensors(self, weight: Weight) -> dict[str, Weight]:
+        if weight.experts:
+            raise TypeError(f"format {self.name} has no MoE path; leave the experts out of the quant plan")
+        return {"weight": replace(weight, fp32=True)}
+
+    def finish(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        weight, scale = ops.quantize_fp8(tensors["weight"], "token")
+        return {"weight": weight, "weight_scale": scale}
+
+    def matmul(self, m: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
+        q, scale = ops.quantize_fp8(x, "token")
+        bias = None if bias is None else bias.to(dtype)
+        return ops.linear_fp8(q, m.weight, scale, m.weight_scale, bias, dtype).to(x.dtype)
+
+    def weight_bytes(self, n: int, k: int) -> int:
+        return n * k + 4 * n
 
 
 def resolve(names: Sequence[str], quant: QuantPlan) -> Format:

@@ -100,7 +100,11 @@ def _(spec: Linear, ctx: Context, path: str) -> Iterator[Row]:
     n, k = sum(w.sizes(ctx.tp, path)), w.local_cols(ctx.tp, path) or 0
     fmt = resolve(spec.names(path), ctx.quant)
     what = "+".join(dict.fromkeys(p.name for p in spec.parts))
-    moved = ctx.weight_bytes(fmt, n, k) + ctx.tokens * (n + k) * ctx.item
+    item = ctx.item
+    if fmt.quantizes:
+        item = 1
+        yield ctx.row(path, f"{what} input", fmt.quantizes, ctx.tokens * (k * (ctx.item + item) + 4), 0, f"{k}", _label(fmt))
+    moved = ctx.weight_bytes(fmt, n, k) + ctx.tokens * (n * ctx.item + k * item)
     tags = f"{n}x{k}" + (f" {spec.tp}" if spec.tp and ctx.tp > 1 else "") + (" +bias" if spec.bias else "")
     yield ctx.row(path, what, fmt.op, moved, 2 * ctx.tokens * n * k, tags, _label(fmt))
 
