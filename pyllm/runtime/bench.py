@@ -103,7 +103,7 @@ def measure(llm: LLM, items: Sequence[Item], concurrency: int, *, progress: bool
     tpot = [(t.tokens[-1] - t.tokens[0]) * 1e3 / (len(t.tokens) - 1) for t in times if len(t.tokens) > 1]
     itl = np.concatenate([np.diff(t.tokens) for t in times]) * 1e3
     inputs, generated = sum(len(o.prompt_token_ids) for o in outputs), sum(counts)
-    steps = after["steps"] - before["steps"]
+    steps, drafted, accepted = (after[k] - before[k] for k in ("steps", "drafted_tokens", "accepted_tokens"))
     host = after["steps"] * after["host_seconds_per_step"] - before["steps"] * before["host_seconds_per_step"]
     return {
         "request_info": {
@@ -125,6 +125,7 @@ def measure(llm: LLM, items: Sequence[Item], concurrency: int, *, progress: bool
             "host_ms_per_step": host / max(steps, 1) * 1e3,
             "host_share": host / seconds,
         },
+        "decoding_stats": {"drafted_tokens": drafted, "accepted_tokens": accepted} if drafted else None,
         "streaming_metrics": {
             "avg_ttft_ms": float(np.mean(ttft)),
             "avg_tpot_ms": float(np.mean(tpot)) if tpot else None,

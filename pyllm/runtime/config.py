@@ -98,3 +98,25 @@ class CudaGraphConfig(_Config):
 
     def token_sizes(self, most: int) -> list[int]:
         return sorted({min(n, most) for n in self.capture_num_tokens})
+
+
+@dataclass(frozen=True, kw_only=True)
+class NGramDecodingConfig(_Config):
+    """Guess up to max_draft_len tokens from what followed the last max_matching_ngram_size tokens before, and verify them in one step.
+
+    For text that repeats its prompt. Steps in which all requests are greedy guess; the host then waits for each step.
+    """
+
+    max_draft_len: int = 7
+    max_matching_ngram_size: int = 3
+
+    HINTS: ClassVar[dict[str, str]] = {
+        "is_keep_all": "guesses come from the request's own tokens, the latest match first",
+        "is_use_oldest": "guesses come from the request's own tokens, the latest match first",
+        "is_public_pool": "guesses come from the request's own tokens, the latest match first",
+    }
+
+    def __post_init__(self) -> None:
+        self._need("max_draft_len", type(self.max_draft_len) is int and 1 <= self.max_draft_len <= 7, "an integer from 1 to 7")
+        size = self.max_matching_ngram_size
+        self._need("max_matching_ngram_size", type(size) is int and size >= 1, "an integer, at least 1")

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from pyllm.runtime.batch import Batch
-from pyllm.runtime.graph import graph_sizes
+from pyllm.runtime.draft import accepted
+from pyllm.runtime.graph import check_sizes
+from pyllm.runtime.graph import graph_sizes as default_sizes
 from pyllm.runtime.host import BlockPool
-from pyllm.runtime.kv import KvPool, SlotSizes, free_bytes, page_bytes
+from pyllm.runtime.kv import KvPool, SlotSizes, free_bytes, page_bytes, pool_pages
 from pyllm.runtime.params import SamplingParams, id_tuple
 from pyllm.runtime.request import Request, new_request
 from pyllm.runtime.rows import Rows
 from pyllm.runtime.runner import Flight, Runner
-from pyllm.runtime.schedule import Scheduler
+from pyllm.runtime.schedule import Chunk, Scheduler
 from pyllm.runtime.shape import Shaper
 from pyllm.runtime.step import StepBuffers
 
@@ -49,6 +51,7 @@ class Engine:
     known prefixes. overlap: launch a step before the tokens of the one before are read (None: on a GPU); `step` then returns the requests
     of the step before. graph_sizes: batch sizes of decode steps, captured as CUDA graphs on a GPU; None: chosen by max_batch there; [] off.
     mixed_sizes: the same for numbers of tokens of steps with prompts.
+    draft_len: guess so many tokens of each greedy request from what followed its last draft_ngram tokens before; runs without overlap.
     """
 
     def __init__(
@@ -74,9 +77,18 @@ class Engine:
         overlap: bool | None = None,
         graph_sizes: Sequence[int] | None = None,
         mixed_sizes: Sequence[int] = (),
+        draft_len: int = 0,
+        draft_ngram: int = 3,
         progress: bool = False,
     ) -> None:
-        sizes = {"max_batch": max_batch, "chunk": chunk, "page_size": page_size, "pages": pages, "max_tokens": max_tokens}
+        sizes: dict[str, int | None] = {
+            "max_batch": max_batch,
+            "chunk": chunk,
+            "draft_ngram": draft_ngram,
+            "page_size": page_size,
+            "pages": pages,
+            "max_tokens": max_tokens,
+        }
         _check_sizes({**sizes, "max_length": max_length})
         self.spec, self.device, self.eos_ids = spec, torch.device(device), frozenset(id_tuple("Engine: eos_ids", eos_ids))
         if self.device.type not in POOL_SHARE:
@@ -91,38 +103,30 @@ class Engine:
         max_pages = -(-self.max_length // page_size)
         free = max(free_bytes(self.device) - spare_bytes, 0)
         share = None if memory_share is None and max_tokens is not None else int(free * (memory_share or POOL_SHARE[self.device.type]))
-        count = self._pool_pages(pages, max_tokens, share, page_size, kv_dtype, max_batch * max_pages)
+        if pages is not None and max_tokens is not None:
+            raise ValueError(f"Engine: pages={pages} and max_tokens={max_tokens} both size the KV pool, expected one of them")
+        size = page_bytes(spec.kv_slots(), page_size, kv_dtype)
+        count = pages or pool_pages(max_tokens or max_batch * max_pages * page_size, page_size, size, share)
         self.kv = KvPool(spec.kv_slots(), count, page_size, kv_dtype, self.device, kv_scales)
         self.pool = BlockPool(count)
         room = {"max_batch": max_batch, "max_pages": min(max_pages, count - 1), "page_size": page_size, "device": self.device}
         rows = Rows(**room)  # type: ignore[arg-type]  # (no request can hold more pages than the pool has)
-        buffers = StepBuffers(max_tokens=max_batch + chunk, pages=count, vocab=spec.vocab_size, **room)  # type: ignore[arg-type]
+        buffers = StepBuffers(max_tokens=max_batch * (1 + draft_len) + chunk, pages=count, vocab=spec.vocab_size, **room)  # type: ignore[arg-type]
         shaper = Shaper(max_batch=max_batch, vocab=spec.vocab_size, device=self.device)
         self._scheduler = Scheduler(self.pool, rows, page_size=page_size, max_batch=max_batch, chunk=chunk, reserve=reserve, reuse=reuse)
         cuda = self.device.type == "cuda"
-        decode = _sizes("graph_sizes", graph_sizes, max_batch, cuda)
-        mixed = _sizes("mixed_sizes", mixed_sizes, max_batch + chunk, cuda)
+        decode = check_sizes("graph_sizes", graph_sizes if graph_sizes is not None else default_sizes(max_batch) if cuda else (), max_batch)
+        mixed = check_sizes("mixed_sizes", mixed_sizes, max_batch + chunk)
         self._runner = Runner(module, self.kv, rows, buffers, shaper, decode, mixed)
         if cuda:
             self._runner.capture(progress)
         self.dtype, self.max_batch, self.chunk, self.reserve = dtype, max_batch, chunk, reserve
-        self.overlap = cuda if overlap is None else overlap
+        self._draft = (draft_len, draft_ngram)
+        self.drafted = self.accepted = 0  # guessed tokens, and how many of them were right
+        self.overlap = (cuda if overlap is None else overlap) and not draft_len
         self._flights: deque[Flight] = deque()
         self._next_id, self._vocab = 0, spec.vocab_size
         self.steps, self.host_seconds = 0, 0.0  # of launched steps: the time in which the host did not wait for the device
-
-    def _pool_pages(
-        self, pages: int | None, max_tokens: int | None, share: int | None, page_size: int, kv_dtype: torch.dtype, most: int
-    ) -> int:
-        """Pages of the pool, the dummy page included; share: bytes it may take."""
-        if pages is not None and max_tokens is not None:
-            raise ValueError(f"Engine: pages={pages} and max_tokens={max_tokens} both size the KV pool, expected one of them")
-        if pages is not None:
-            return pages
-        wanted = most + 1 if max_tokens is None else -(-max_tokens // page_size) + 1
-        if share is None:
-            return wanted
-        return min(wanted, max(share // max(page_bytes(self.spec.kv_slots(), page_size, kv_dtype), 1), 2), (2**31 - 1) // page_size)
 
     @property
     def has_work(self) -> bool:
@@ -181,7 +185,7 @@ class Engine:
         """Launch a step and read a launched one; the requests that got a token or ended in what was read. [] when nothing was read."""
         start, waited = time.perf_counter(), 0.0
         moved: list[Request] = []
-        plan = self._scheduler.schedule()
+        plan = self._scheduler.schedule(*self._draft if self._draft[0] and self._runner.traits.plain else ())
         if plan is not None:
             self._flights.append(self._runner.launch(plan))
             self._scheduler.launched(plan)
@@ -212,17 +216,40 @@ class Engine:
             for owner, entry in zip(flight.logprobs[0], flight.logprobs[1].read(), strict=True):
                 if owner.finish_reason is None and owner.logprobs is not None and entry.rank:
                     owner.logprobs.append(entry)
+        if flight.drafts:
+            self._read_drafts(flight.drafts, tokens, now, moved)
+            return now - start
         for request, token in zip(flight.requests, tokens, strict=True):
             if request is not None and request.finish_reason is None:
                 moved.append(request)
-                if token < 0 or token >= self._vocab:
-                    self._fail_sample(request, token)
-                    continue
-                request.token_ids.append(token)
-                request.timing.tokens.append(now)
-                if token in request.ends or request.watched or len(request.token_ids) == request.limit:
-                    self._check_end(request, token)
+                self._append(request, token, now)
         return now - start
+
+    def _append(self, request: Request, token: int, now: float) -> None:
+        if token < 0 or token >= self._vocab:
+            return self._fail_sample(request, token)
+        request.token_ids.append(token)
+        request.timing.tokens.append(now)
+        if token in request.ends or request.watched or len(request.token_ids) == request.limit:
+            self._check_end(request, token)
+        return None
+
+    def _read_drafts(self, drafts: list[Chunk], tokens: list[int], now: float, moved: list[Request]) -> None:
+        at = 0
+        for chunk in drafts:
+            request, chosen = chunk.request, tokens[at : at + chunk.count]
+            at += chunk.count
+            guesses = request.tokens[request.length : request.length + chunk.count - 1].tolist()
+            given = accepted(guesses, chosen)
+            self.drafted, self.accepted = self.drafted + len(guesses), self.accepted + len(given) - 1
+            moved.append(request)
+            for token in given:
+                request.sampled += 1
+                self._append(request, token, now)
+                if request.finished:
+                    break
+            else:
+                self._scheduler.rows.changed(request, request.token_ids[-1])
 
     def _fail_sample(self, request: Request, token: int) -> None:
         request.error = f"the model's logits at position {request.length - 1} hold no finite number or a NaN (sampled {token})"
@@ -265,15 +292,6 @@ def _check_sizes(sizes: Mapping[str, int | None]) -> None:
         given = value is not None or name in ("max_batch", "chunk", "page_size")
         if given and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"Engine: {name} is {value!r}, expected an integer, at least 1")
-
-
-def _sizes(name: str, given: Sequence[int] | None, most: int, cuda: bool) -> list[int]:
-    if given is None:
-        return graph_sizes(most) if cuda else []
-    for n in given:
-        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= most:
-            raise ValueError(f"Engine: {name} holds {n!r}, expected sizes from 1 to {most}")
-    return list(given)
 
 
 def _bind(spec: DecoderSpec, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> Callable[[Batch], Tensor]:

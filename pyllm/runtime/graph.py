@@ -26,6 +26,13 @@ def graph_sizes(max_batch: int) -> list[int]:
     return [s for s in sizes if s < top] + [top]
 
 
+def check_sizes(name: str, sizes: Sequence[int], most: int) -> list[int]:
+    for n in sizes:
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= most:
+            raise ValueError(f"Engine: {name} holds {n!r}, expected sizes from 1 to {most}")
+    return list(sizes)
+
+
 class Graphs:
     """`run(kind, size)`: the output of `kinds[kind](size)`, through a graph where one was captured."""
 

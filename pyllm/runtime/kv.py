@@ -94,6 +94,12 @@ def page_bytes(slots: Mapping[int, SlotSizes], page_size: int, dtype: torch.dtyp
     return sum(2 * page_size * s.kv_heads * s.head_dim * dtype.itemsize for s in slots.values())
 
 
+def pool_pages(tokens: int, page_size: int, size: int, share: int | None) -> int:
+    """Pages for so many tokens and the dummy page, at most what `share` bytes hold; size: bytes of a page."""
+    wanted = -(-tokens // page_size) + 1
+    return wanted if share is None else min(wanted, max(share // max(size, 1), 2), (2**31 - 1) // page_size)
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory that an allocation on the device can still get."""
     if device.type == "cuda":

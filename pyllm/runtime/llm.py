@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyllm.runtime.config import CudaGraphConfig, KvCacheConfig, SchedulerConfig
+from pyllm.runtime.config import CudaGraphConfig, KvCacheConfig, NGramDecodingConfig, SchedulerConfig
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.loop import EngineLoop
 from pyllm.runtime.memory import activation_bytes
@@ -44,7 +44,6 @@ HINTS = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "contex
     "enable_chunked_prefill": "prompts are always cut into chunks of max_num_tokens",
     "max_input_len": "use max_seq_len, which counts prompt and output",
     "max_beam_width": "beam search is not served",
-    "speculative_config": "speculative decoding is not served",
     "guided_decoding_backend": "constrained decoding is not served; a logits_processor can restrict tokens",
     "enable_lora": "LoRA is not served",
     "lora_config": "LoRA is not served",
@@ -83,6 +82,7 @@ class LLM:
         kv_cache_config: KvCacheConfig | None = None,
         scheduler_config: SchedulerConfig | None = None,
         cuda_graph_config: CudaGraphConfig | None = CudaGraphConfig(),  # noqa: B008 (frozen)
+        speculative_config: NGramDecodingConfig | None = None,
         disable_overlap_scheduler: bool = False,
         watchdog_timeout: float = 300.0,
         progress: bool = True,
@@ -92,6 +92,7 @@ class LLM:
         kv = _of_type("kv_cache_config", KvCacheConfig() if kv_cache_config is None else kv_cache_config, KvCacheConfig)
         scheduler = SchedulerConfig() if scheduler_config is None else _of_type("scheduler_config", scheduler_config, SchedulerConfig)
         graphs = None if cuda_graph_config is None else _of_type("cuda_graph_config", cuda_graph_config, CudaGraphConfig)
+        draft = None if speculative_config is None else _of_type("speculative_config", speculative_config, NGramDecodingConfig)
         if not watchdog_timeout > 0:
             raise ValueError(f"LLM: watchdog_timeout is {watchdog_timeout!r}, expected seconds, more than 0")
         parts = load_parts(
@@ -119,6 +120,8 @@ class LLM:
             reuse=kv.enable_block_reuse,
             overlap=False if disable_overlap_scheduler else None,
             graph_sizes=graphs.sizes(max_batch_size) if graphs is not None and cuda else [],
+            draft_len=draft.max_draft_len if draft else 0,
+            draft_ngram=draft.max_matching_ngram_size if draft else 1,
             mixed_sizes=graphs.token_sizes(chunk) if graphs is not None and cuda else [],
             progress=progress,
         )
@@ -187,7 +190,8 @@ class LLM:
         e = self._engine
         pages = {"used_pages": e.pool.used, "cached_pages": e.pool.cached, "free_pages": e.pool.free_pages, "total_pages": e.pool.total}
         queues = {"running": len(e.running), "waiting": len(e.waiting), "preemptions": e.preemptions}
-        return {**queues, **pages, "steps": e.steps, "host_seconds_per_step": e.host_seconds / max(e.steps, 1)}
+        drafts = {"drafted_tokens": e.drafted, "accepted_tokens": e.accepted}
+        return {**queues, **pages, **drafts, "steps": e.steps, "host_seconds_per_step": e.host_seconds / max(e.steps, 1)}
 
     def shutdown(self) -> None:
         """End all requests; the object is of no more use."""

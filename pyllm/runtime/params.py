@@ -19,7 +19,7 @@ HINTS = {
     "length_penalty": "beam search is not served; n and best_of give several samples",
     "early_stopping": "beam search is not served; n and best_of give several samples",
     "guided_decoding": "constrained decoding is not served; a logits_processor can restrict tokens",
-    "lookahead_config": "speculative decoding is not served",
+    "lookahead_config": "use LLM(speculative_config=NGramDecodingConfig())",
     "embedding_bias": "use logit_bias={token: value}",
     "no_repeat_ngram_size": "use a logits_processor",
     "top_p_decay": "top_p is constant over a request",

@@ -22,7 +22,7 @@ from pyllm.runtime.sample import to_device
 POSITION, KV_LEN, ACTIVE, TOP_K, INDEX, TEMPERATURE, TOP_P, MIN_P = range(8)
 _SCALARS = 8
 _FLOATS = TEMPERATURE
-_HEAD = 3 + _SCALARS  # of a staged update: row, seed (two words), scalars; then the page table
+_HEAD = 4 + _SCALARS  # of a staged update: row, seed (two words), scalars, token or -1; then the page table
 
 
 class Rows:
@@ -42,6 +42,7 @@ class Rows:
         self._page = torch.zeros(max_batch, 1, dtype=torch.int64, device=device)
         self._starts = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
         self._staged: dict[int, Request | None] = {}
+        self._chosen: dict[int, int] = {}
         self._moves: list[tuple[int, int]] = []
 
     def assign(self, request: Request) -> None:
@@ -53,15 +54,18 @@ class Rows:
         self.top = max(self.top, row + 1)
         self._staged[row] = request
 
-    def changed(self, request: Request) -> None:
-        """The request's pages are others now."""
+    def changed(self, request: Request, token: int = -1) -> None:
+        """The request's pages are others now, or the host has chosen its last token (only where no step is under way)."""
         self._staged[request.row] = request
+        if token >= 0:
+            self._chosen[request.row] = token
 
     def clear(self, request: Request) -> None:
         self.count -= 1
         self.version += 1
         self.requests[request.row] = None
         self._staged[request.row] = None
+        self._chosen.pop(request.row, None)
         request.row = -1
         while self.top and self.requests[self.top - 1] is None:
             self.top -= 1
@@ -77,8 +81,10 @@ class Rows:
             if self._staged.pop(last, None) is None:
                 self._moves.append((last, hole))
                 self._staged.pop(hole, None)
-            else:  # the device does not know it yet
+            else:  # the device does not know it yet, or not its last token
                 self._staged[hole] = request
+                if last in self._chosen:
+                    self._chosen[hole] = self._chosen.pop(last)
             self.requests[hole], request.row = request, hole
             self.requests[last], self._staged[last] = None, None
             while self.top and self.requests[self.top - 1] is None:
@@ -94,11 +100,15 @@ class Rows:
         if self._staged:
             host = torch.zeros(len(self._staged), _HEAD + self._width, dtype=torch.int32, pin_memory=self.device.type == "cuda")
             for line, (row, request) in zip(host.numpy(), self._staged.items(), strict=True):
-                _fill(line, row, request)
+                _fill(line, row, request, self._chosen.get(row, -1))
             new = host.to(self.device, non_blocking=True)
             rows = new[:, 0].long()
             self._seed.index_copy_(0, rows, new[:, 1:3])
-            self._scalars.index_copy_(1, rows, new[:, 3:_HEAD].T)
+            self._scalars.index_copy_(1, rows, new[:, 3 : 3 + _SCALARS].T)
+            if self._chosen:
+                chosen = new[:, _HEAD - 1]
+                self.token.index_copy_(0, rows, torch.where(chosen < 0, self.token[rows], chosen))
+                self._chosen.clear()
             self._table.index_copy_(0, rows, new[:, _HEAD:])
             self._staged.clear()
         return moves
@@ -145,14 +155,14 @@ class Rows:
         return ints | dict(zip(names, floats, strict=True)) | {"seed": seed.view(torch.int64).squeeze(1)}
 
 
-def _fill(line: np.ndarray, row: int, request: Request | None) -> None:
+def _fill(line: np.ndarray, row: int, request: Request | None, token: int) -> None:
     """One staged update. The position is that of the last token whose sampling was launched: the step that samples moves it on."""
-    line[0] = row
+    line[0], line[_HEAD - 1] = row, token
     if request is None:
         line[3 + KV_LEN] = 1
         return
     p, at = request.params, request.next_position
     line[1:3] = np.array([request.seed], np.int64).view(np.int32)
     line[3 : 3 + _FLOATS] = (at, at + 1, 1, p.top_k, request.index)
-    line[3 + _FLOATS : _HEAD] = np.array([p.temperature, p.top_p, p.min_p], np.float32).view(np.int32)
+    line[3 + _FLOATS : 3 + _SCALARS] = np.array([p.temperature, p.top_p, p.min_p], np.float32).view(np.int32)
     line[_HEAD : _HEAD + len(request.pages)] = request.pages

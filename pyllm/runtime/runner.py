@@ -15,9 +15,9 @@ from pyllm.runtime.kv import KvPool
 from pyllm.runtime.request import Request
 from pyllm.runtime.rows import Rows
 from pyllm.runtime.sample import Logprobs, Traits, to_device, to_host
-from pyllm.runtime.schedule import Plan
+from pyllm.runtime.schedule import Chunk, Plan
 from pyllm.runtime.shape import Shaper
-from pyllm.runtime.step import StepBuffers
+from pyllm.runtime.step import PackedStep, StepBuffers, padded_rows
 
 FEW = 8  # sequences of the mixed steps whose time matters most: a prompt or two, and little else
 
@@ -30,6 +30,7 @@ class Flight:
     tokens: Tensor | None
     logprobs: tuple[list[Request], Logprobs] | None = None
     prompt_logprobs: list[tuple[Request, int, Logprobs]] = field(default_factory=list)
+    drafts: list[Chunk] = field(default_factory=list)  # then tokens has one for each of their tokens
     done: torch.cuda.Event | None = None
 
     def wait(self) -> list[int]:
@@ -76,7 +77,7 @@ class Runner:
     def launch(self, plan: Plan) -> Flight:
         with torch.inference_mode():
             self._shaper.move(self.rows.flush())
-            flight = self._mixed(plan) if plan.chunks else self._decode()
+            flight = self._verify(plan) if plan.drafts else self._mixed(plan) if plan.chunks else self._decode()
             if self._kv.device.type == "cuda":
                 flight.done = torch.cuda.Event()
                 flight.done.record(torch.cuda.current_stream(self._kv.device))
@@ -111,11 +112,10 @@ class Runner:
     def _padded(self, size: tuple[int, int]) -> Tensor:
         return self._module(self._buffers.padded_batch(size, self.rows, self._kv.caches))
 
-    def _mixed(self, plan: Plan) -> Flight:
-        """Prompt tokens beside decodes: packed by the host."""
-        step, traits = self._buffers.pack(plan), self.traits
-        enough = (s for s in self.mixed_sizes if s[0] >= step.tokens and s[1] >= step.sequences and not step.prompt_rows)
-        size = next(enough, None)
+    def _packed(self, step: PackedStep) -> Tensor:
+        """Logits of a step that the host has packed: through a graph that is large enough, if there is one."""
+        need = (step.tokens, step.sequences)
+        size = next((s for s in self.mixed_sizes if s[0] >= need[0] and s[1] >= need[1] and padded_rows(s) >= step.logit_rows), None)
         if size is None:
             logits = self._module(self._buffers.batch(step, self.rows, self._kv.caches))
         else:
@@ -123,6 +123,16 @@ class Runner:
             logits = self.graphs.run("mixed", size)[: step.logit_rows]
         if logits.shape[0] != step.logit_rows:
             raise RuntimeError(f"Engine: the model gave {logits.shape[0]} rows of logits, expected {step.logit_rows}")
+        return logits
+
+    def _verify(self, plan: Plan) -> Flight:
+        """What the model chooses after each guess; the host decides, and tells the rows with the next step."""
+        return Flight([], to_host(sample_tokens(self._packed(self._buffers.pack(plan)))), drafts=plan.drafts)
+
+    def _mixed(self, plan: Plan) -> Flight:
+        """Prompt tokens beside decodes: packed by the host."""
+        step, traits = self._buffers.pack(plan), self.traits
+        logits = self._packed(step)
         prompt_logprobs = [_prompt_logprobs(logits, *where) for where in step.prompt_rows]
         if not step.requests:
             return Flight([], None, prompt_logprobs=prompt_logprobs)

@@ -13,11 +13,12 @@ from __future__ import annotations
 import bisect
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pyllm.runtime.draft import prompt_lookup
 from pyllm.runtime.keys import extend_keys, root_key
 from pyllm.runtime.params import MAX_SEED
 from pyllm.runtime.request import Request
@@ -46,10 +47,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Plan:
-    """decodes: in the order of their rows."""
+    """decodes: in the order of their rows. drafts: the last token of each request with guesses behind it, instead of the other two."""
 
     decodes: list[Request]
     chunks: list[Chunk]
+    drafts: list[Chunk] = field(default_factory=list)
 
 
 def _order(request: Request) -> tuple[int, int]:
@@ -77,14 +79,18 @@ class Scheduler:
     def enqueue(self, request: Request) -> None:
         bisect.insort(self.waiting, request, key=_order)
 
-    def schedule(self) -> Plan | None:
-        """The work of the next step; None when there is nothing to launch."""
+    def schedule(self, draft_len: int = 0, draft_ngram: int = 0) -> Plan | None:
+        """The work of the next step; None when there is nothing to launch. draft_len: guess so many tokens of each request."""
         if not self.waiting or self.rows.top - self.rows.count > self.rows.top // 8:  # else those who wait fill the holes
             self.rows.compact()
         if not self.reserve:
             self._grow()
         self._admit()
         held = self.rows.requests[: self.rows.top]
+        if not self._prefilling and draft_len:
+            drafts = [self._draft(r, draft_len, draft_ngram) for r in held if r is not None]
+            if any(d.count > 1 for d in drafts):
+                return Plan([], [], drafts)
         if not self._prefilling:  # the step that must be quick
             return Plan([r for r in held if r is not None], []) if held else None
         decodes = [r for r in held if r is not None and r.decoding]
@@ -97,6 +103,14 @@ class Scheduler:
                 chunks.append(Chunk(request, request.computed, count))
                 budget -= count
         return Plan(decodes, chunks)
+
+    def _draft(self, request: Request, draft_len: int, draft_ngram: int) -> Chunk:
+        """The last token and guesses: within the request's limit and its pages; put behind the known tokens, where they are no output."""
+        n, at = request.length, request.next_position
+        most = min(draft_len, request.limit - request.sampled - 1, len(request.pages) * self.page_size - n)
+        guesses = prompt_lookup(request.sync_tokens()[:n], most, draft_ngram)
+        request.tokens[n : n + len(guesses)] = guesses
+        return Chunk(request, at, 1 + len(guesses))
 
     def launched(self, plan: Plan) -> None:
         """The step is on its way: count it, name the pages it fills, free the rows of those that need no further one."""

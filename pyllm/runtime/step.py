@@ -18,6 +18,12 @@ from pyllm.runtime.schedule import Plan
 _UNKNOWN = np.zeros(1, np.int32)  # the last token of a generating request is on the device
 
 
+def padded_rows(size: tuple[int, int]) -> int:
+    """Rows of logits of a padded step: one for each sequence, and for guesses as many as the head multiplies in no more time."""
+    tokens, sequences = size
+    return max(sequences, min(tokens, 64))
+
+
 @dataclass
 class PackedStep:
     """tokens, sequences, width (of the page table), logit_rows: sizes. requests: those that sample, generating ones first.
@@ -67,12 +73,15 @@ class StepBuffers:
         """Fill the host array; the next `pack` overwrites it."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy of the last such step may still wait behind the step before it
-        ends = [r.next_position + 1 for r in plan.decodes] + [c.start + c.count for c in plan.chunks]
+        chunks = [*plan.drafts, *plan.chunks]
+        ends = [r.next_position + 1 for r in plan.decodes] + [c.start + c.count for c in chunks]
         width = -(-max(ends) // self._page_size)
         packer, requests, sample_at, prompt_rows = self._packer, list(plan.decodes), list(range(len(plan.decodes))), []
         packer.begin(width)
         for r in plan.decodes:
             packer.add(_UNKNOWN, r.next_position, r.pages, 1)
+        for c in plan.drafts:
+            packer.add(c.request.tokens[c.start : c.start + c.count], c.start, c.request.pages, c.count)
         for c in plan.chunks:
             every = c.request.params.prompt_logprobs is not None
             if every and c.start < len(c.request.prompt_token_ids) - 1:
@@ -83,10 +92,10 @@ class StepBuffers:
                 sample_at.append(packer.rows - 1)
         b, n, decodes, a = packer.sequences, len(requests), len(plan.decodes), self._arrays
         a["ids"][:decodes] = -1
-        a["seq_lens"][:b] = [*ends[:decodes], *(c.request.target for c in plan.chunks)]
-        a["rows"][:b] = [*(r.row for r in plan.decodes), *(c.request.row for c in plan.chunks)]
+        a["seq_lens"][:b] = [*ends[:decodes], *(c.start + c.count for c in plan.drafts), *(c.request.target for c in plan.chunks)]
+        a["rows"][:b] = [*(r.row for r in plan.decodes), *(c.request.row for c in chunks)]
         a["sampled_rows"][:n] = [r.row for r in requests]
-        max_q = max([1] * bool(decodes) + [c.count for c in plan.chunks])
+        max_q = max([1] * bool(decodes) + [c.count for c in chunks])
         return PackedStep(packer.tokens, b, width, packer.rows, decodes, max_q, requests, sample_at, prompt_rows)
 
     def batch(self, step: PackedStep, rows: Rows, caches: Mapping[int, KvCache]) -> Batch:
@@ -106,13 +115,13 @@ class StepBuffers:
         a["q_starts"][step.sequences + 1 : b + 1] = step.tokens
         for name, value in (("kv_lens", 0), ("seq_lens", 1), ("rows", 0)):
             a[name][step.sequences : b] = value
-        a["logit_rows"][r:b] = step.tokens - 1
+        a["logit_rows"][r : padded_rows(size)] = step.tokens - 1
         self._copy(self._at["page_table"])
 
     def padded_batch(self, size: tuple[int, int], rows: Rows, caches: Mapping[int, KvCache]) -> Batch:
         """A batch at fixed addresses, for a graph: page tables come from the rows, at their full width."""
         t, b = size
-        return self._make(t, b, b, rows, caches, rows.tables(self._view("rows", b)), t)
+        return self._make(t, b, padded_rows(size), rows, caches, rows.tables(self._view("rows", b)), t)
 
     def _make(self, t: int, b: int, logit_rows: int, rows: Rows, caches: Mapping[int, KvCache], page_table: Tensor, max_q: int) -> Batch:
         ids, most = self._view("ids", t), min(t, b)

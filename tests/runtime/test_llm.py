@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import pyllm
-from pyllm import LLM, CudaGraphConfig, KvCacheConfig, SamplingParams, SchedulerConfig
+from pyllm import LLM, CudaGraphConfig, KvCacheConfig, NGramDecodingConfig, SamplingParams, SchedulerConfig
 from pyllm.load.tokenizer import Tokenizer
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.loop import EngineLoop
@@ -23,7 +23,16 @@ from tests.runtime.tiny import EOS, VOCAB, byte_tokenizer, save_tiny, tiny_spec,
 
 SMALL = KvCacheConfig(max_tokens=2048, tokens_per_block=16)
 GOLDEN = Path(__file__).parent / "golden" / "signatures.txt"
-PUBLIC = ("LLM", "SamplingParams", "KvCacheConfig", "SchedulerConfig", "CudaGraphConfig", "RequestOutput", "CompletionOutput")
+PUBLIC = (
+    "LLM",
+    "SamplingParams",
+    "KvCacheConfig",
+    "SchedulerConfig",
+    "CudaGraphConfig",
+    "NGramDecodingConfig",
+    "RequestOutput",
+    "CompletionOutput",
+)
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +305,9 @@ def test_shutdown_ends_what_runs() -> None:
         (lambda f: SchedulerConfig(capacity_scheduler_policy="STATIC_BATCH"), ValueError, "expected one of GUARANTEED_NO_EVICT"),
         (lambda f: CudaGraphConfig(batch_sizes=[0]), ValueError, "batch_sizes is [0]"),
         (lambda f: CudaGraphConfig(batch_sizes=[1], max_batch_size=2), ValueError, "expected None beside max_batch_size"),
+        (lambda f: NGramDecodingConfig(max_draft_len=8), ValueError, "max_draft_len is 8, expected an integer from 1 to 7"),
+        (lambda f: NGramDecodingConfig(is_keep_all=True), TypeError, "is_keep_all is not supported"),
+        (lambda f: LLM(f, speculative_config=3), ValueError, "speculative_config is 3, expected a NGramDecodingConfig"),
         (lambda f: SamplingParams(use_beam_search=True), TypeError, "beam search is not served"),
         (lambda f: SamplingParams(n=2), ValueError, "greedy samples are all alike"),
         (lambda f: SamplingParams(n=3, best_of=2, temperature=1), ValueError, "best_of is 2, expected at least n=3"),
@@ -339,6 +351,20 @@ def test_what_cannot_fit_is_said_before_anything_is_loaded(folder, monkeypatch) 
     monkeypatch.setattr("pyllm.runtime.model.free_bytes", lambda device: 1000)
     with pytest.raises(MemoryError, match=r"the weights take .* MiB in torch.float32, 0.0 MiB are free on cpu"):
         LLM(folder, device="cpu")
+
+
+def test_guessing_says_the_same_and_counts(folder, llm) -> None:
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    prompts = ["again and again and again and again", "abcabcabc", "x"]
+    want = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+    config = {"kv_cache_config": SMALL, "speculative_config": NGramDecodingConfig(max_draft_len=5)}
+    with LLM(folder, device="cpu", max_batch_size=4, **config) as guessing:
+        assert [o.outputs[0].token_ids for o in guessing.generate(prompts, params)] == want
+        looks = [look.outputs[0].token_ids_diff for look in guessing.generate_async(prompts[0], params, streaming=True)]
+        assert [t for some in looks for t in some] == want[0]
+        stats = guessing.get_stats()
+        assert 0 <= stats["accepted_tokens"] <= stats["drafted_tokens"]
+        assert stats["drafted_tokens"] > 0
 
 
 def test_torch_tensors_of_a_processor(llm) -> None:
