@@ -1,6 +1,7 @@
-// Registers the CUDA kernels of csrc/attention: checks, allocation, Params, launch. Schema and CPU reference: pyllm/ops/decode.py.
+// Registers decode_attention and merge_states: checks, allocation, Params, launch. Schemas and CPU references: pyllm/ops/decode.py.
 #include "common/bind.h"
 #include "attention/decode_attention.h"
+#include "attention/merge_states.h"
 
 #include <algorithm>
 #include <bit>
@@ -11,13 +12,13 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 constexpr auto kBF16 = ScalarType::BFloat16, kFP16 = ScalarType::Half, kFP32 = ScalarType::Float, kE4M3 = ScalarType::Float8_e4m3fn,
-               kInt = ScalarType::Int;
+               kInt = ScalarType::Int, kLong = ScalarType::Long, kS8 = ScalarType::Char;
 
 // Pages at any stride, each [P, K, D] dense, at multiples of 16 bytes.
 void check_cache(Check& check, const Tensor& t, const char* name, const Tensor& q) {
   check(t, name).shape({"pages", "P", "K", "D"});
-  check.require(t.scalar_type() == q.scalar_type() || t.scalar_type() == kE4M3, name, "is ", name_of(t.scalar_type()), ", expected ",
-                name_of(q.scalar_type()), " like q or float8_e4m3fn");
+  check.require(t.scalar_type() == q.scalar_type() || t.scalar_type() == kE4M3 || t.scalar_type() == kS8, name, "is ",
+                name_of(t.scalar_type()), ", expected ", name_of(q.scalar_type()), " like q, float8_e4m3fn or int8");
   check.require(t.stride(3) == 1 && (t.size(2) == 1 || t.stride(2) == t.size(3)) && t.stride(1) == t.size(2) * t.size(3), name,
                 "has pages with gaps, expected [P, K, D] dense");
   const int64_t page = check["P"];
@@ -36,17 +37,26 @@ int check_scale(Check& check, const OptionalTensor& scale, const char* name) {
   return size == 1 ? 0 : 1;
 }
 
+// A word of bits per row: int32 for up to 32 new keys, int64 for 64.
+void check_mask(Check& check, const OptionalTensor& mask, int64_t max_q) {
+  if (!mask) return;
+  check(*mask, "mask").shape({"T"}).dtype({kInt, kLong}).contiguous();
+  const int64_t bits = mask->scalar_type() == kLong ? 64 : 32;
+  check.require(max_q <= bits, "mask", "has ", bits, " bits a row, expected at least max_q=", max_q);
+}
+
 const float* floats(const OptionalTensor& t) { return t ? static_cast<const float*>(t->data_ptr()) : nullptr; }
 const int* ints(const Tensor& t) { return static_cast<const int*>(t.data_ptr()); }
 
 std::tuple<Tensor, Tensor> decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
                                                  const Tensor& q_starts, const Tensor& kv_lens, double scale, int64_t window,
                                                  double softcap, const OptionalTensor& sinks, const OptionalTensor& k_scale,
-                                                 const OptionalTensor& v_scale, int64_t max_q) {
+                                                 const OptionalTensor& v_scale, int64_t max_q, const OptionalTensor& mask, bool invariant) {
   Check check("decode_attention");
   check(q, "q").shape({"T", "H", "D"}).dtype({kBF16, kFP16}).rows().aligned(8, 2);
   const int64_t tokens = check["T"], heads = check["H"], dim = check["D"];
-  check.require(dim == 64 || dim == 128 || dim == 256, "q", ".size(2) is ", dim, ", expected 64, 128 or 256");
+  check.require(dim == 64 || dim == 96 || dim == 128 || dim == 192 || dim == 256, "q", ".size(2) is ", dim,
+                ", expected 64, 96, 128, 192 or 256");
   check_cache(check, k_cache, "k_cache", q);
   check_cache(check, v_cache, "v_cache", q);
   check(v_cache, "v_cache").dtype_like(k_cache, "k_cache");
@@ -63,6 +73,7 @@ std::tuple<Tensor, Tensor> decode_attention_cuda(const Tensor& q, const Tensor& 
   check.require(max_q >= 1 && max_q <= 64, "max_q", "is ", max_q, ", expected 1 to 64");
   if (sinks) check(*sinks, "sinks").shape({"H"}).dtype({kFP32}).contiguous();
   const int k_step = check_scale(check, k_scale, "k_scale"), v_step = check_scale(check, v_scale, "v_scale");
+  check_mask(check, mask, max_q);
   check.require(tokens < int64_t{1} << 31, "q", ".size(0) is ", tokens, ", expected less than 2^31");
 
   Tensor out = new_tensor(q, {tokens, heads, dim}, q.scalar_type());
@@ -84,10 +95,13 @@ std::tuple<Tensor, Tensor> decode_attention_cuda(const Tensor& q, const Tensor& 
                           .v_scale = floats(v_scale),
                           .k_scale_step = k_step,
                           .v_scale_step = v_step,
+                          .mask = mask ? static_cast<const uint32_t*>(mask->data_ptr()) : nullptr,
+                          .mask_stride = mask && mask->scalar_type() == kLong ? 2 : 1,
+                          .mask_words = !mask                          ? 0
+                                        : mask->scalar_type() == kLong ? 2
+                                                                       : 1,
                           .out = out.data_ptr(),
                           .lse = static_cast<float*>(lse.data_ptr()),
-                          .partial = nullptr,
-                          .partial_sums = nullptr,
                           .tokens = tokens,
                           .batch = static_cast<int>(batch),
                           .heads = static_cast<int>(heads),
@@ -96,26 +110,56 @@ std::tuple<Tensor, Tensor> decode_attention_cuda(const Tensor& q, const Tensor& 
                           .dim = static_cast<int>(dim),
                           .max_q = static_cast<int>(max_q),
                           .page_shift = std::countr_zero(static_cast<uint64_t>(page)),
+                          .width = static_cast<int>(width),
                           .window = static_cast<int>(std::min<int64_t>(window, 1 << 30)),
                           .scale = static_cast<float>(scale),
                           .softcap = static_cast<float>(softcap),
                           .dtype = dtype_of(q),
-                          .fp8_cache = k_cache.scalar_type() == kE4M3,
-                          .workers = 0,
-                          .row_tiles = 0,
-                          .chunks = 0};
+                          .cache = k_cache.scalar_type() == kE4M3 ? DecodeCache::kE4M3
+                                   : k_cache.scalar_type() == kS8 ? DecodeCache::kS8
+                                                                  : DecodeCache::kLikeQ,
+                          .invariant = invariant};
   const DeviceScope device(check);
-  plan_decode_attention(p, width * page);
-  const int64_t rows = 2 * static_cast<int64_t>(p.workers) * 8 * p.row_tiles;
-  Tensor partial = new_tensor(q, {rows, dim + 2}, kFP32);
-  p.partial = static_cast<float*>(partial.data_ptr());
-  p.partial_sums = p.partial + rows * dim;
+  plan_decode_attention(p);
+  const Tensor workspace = new_tensor(q, {p.workspace_bytes / 4}, kFP32);
+  p.workspace = workspace.data_ptr();
   decode_attention(p, stream_of(check));
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor> merge_states_cuda(const Tensor& o_a, const Tensor& lse_a, const Tensor& o_b, const Tensor& lse_b) {
+  Check check("merge_states");
+  check(o_a, "o_a").shape({"T", "H", "D"}).dtype({kBF16, kFP16, kFP32}).rows().aligned(16, o_a.element_size());
+  check(o_b, "o_b").shape({"T", "H", "D"}).dtype_like(o_a, "o_a").rows().aligned(16, o_b.element_size());
+  check(lse_a, "lse_a").shape({"T", "H"}).dtype({kFP32}).contiguous();
+  check(lse_b, "lse_b").shape({"T", "H"}).dtype({kFP32}).contiguous();
+  const int64_t tokens = check["T"], heads = check["H"], dim = check["D"], bytes = dim * o_a.element_size();
+  check.require(bytes % 16 == 0 && bytes <= 8192 && dim > 0, "o_a", ".size(2) is ", dim, ", expected a multiple of ",
+                16 / o_a.element_size(), " up to ", 8192 / o_a.element_size());
+  check.require(tokens * heads < int64_t{1} << 31, "o_a", "has T H = ", tokens * heads, " rows, expected less than 2^31");
+  Tensor out = new_tensor(o_a, {tokens, heads, dim}, o_a.scalar_type());
+  Tensor lse = new_tensor(o_a, {tokens, heads}, kFP32);
+  if (tokens == 0 || heads == 0) return {out, lse};
+  const MergeStatesParams p{.o = {o_a.data_ptr(), o_b.data_ptr()},
+                            .token_stride = {o_a.stride(0), o_b.stride(0)},
+                            .head_stride = {o_a.stride(1), o_b.stride(1)},
+                            .lse = {static_cast<const float*>(lse_a.data_ptr()), static_cast<const float*>(lse_b.data_ptr())},
+                            .out = out.data_ptr(),
+                            .out_lse = static_cast<float*>(lse.data_ptr()),
+                            .tokens = tokens,
+                            .heads = static_cast<int>(heads),
+                            .dim = static_cast<int>(dim),
+                            .dtype = dtype_of(o_a)};
+  const DeviceScope device(check);
+  merge_states(p, stream_of(check));
   return {out, lse};
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(pyllm, CUDA, m) { m.impl("decode_attention", PYLLM_BOX(decode_attention_cuda)); }
+STABLE_TORCH_LIBRARY_IMPL(pyllm, CUDA, m) {
+  m.impl("decode_attention", PYLLM_BOX(decode_attention_cuda));
+  m.impl("merge_states", PYLLM_BOX(merge_states_cuda));
+}
 
 }  // namespace pyllm

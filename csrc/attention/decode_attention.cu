@@ -1,62 +1,91 @@
-#include "attention/decode_attention.cuh"
-
 #include <algorithm>
+#include <atomic>
+#include <random>
 
-#include "attention/decode_combine.cuh"
-#include "common/dispatch.h"
+#include "attention/decode_launch.cuh"
 
 namespace pyllm {
 namespace {
 
-int sm_count() {
-  static const int count = [] {
-    int device = 0, sms = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    return sms;
-  }();
-  return count;
+// A number that no launch of any process had with any likelihood.
+uint64_t next_stamp() {
+  static const uint64_t seed = static_cast<uint64_t>(std::random_device{}()) << 32 | std::random_device{}();
+  static std::atomic<uint64_t> count{1};
+  uint64_t x = seed + count.fetch_add(1, std::memory_order_relaxed) * 0x9e3779b97f4a7c15ull;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return (x ^ (x >> 31)) | 1;
 }
 
-template <class Q, class Cache, int Dim, int RowTiles>
-void launch_decode(const DecodeAttentionParams& p, cudaStream_t stream) {
-  using S = attention::DecodeShape<Q, Cache, Dim, RowTiles>;
-  launch("decode_attention", {static_cast<unsigned>(p.workers), attention::kWarps * 32, S::kSmem}, stream,
-         attention::decode_attention_kernel<Q, Cache, Dim, RowTiles>, p);
-  const int rows = std::min(RowTiles * attention::kRowTile, p.group * p.max_q);
-  launch("decode_attention",
-         {dim3(static_cast<unsigned>(std::max(p.workers - 1, 1)), static_cast<unsigned>(rows)), attention::kCombineWarps * 32}, stream,
-         attention::decode_combine_kernel<Q, Dim>, p);
+struct Gpu {
+  int sms = 1;
+  int clusters[attention::kMaxClusterShift + 1] = {};  // how many of 2^i CTAs, each with an SM to itself, run at once
+};
+
+Gpu find_gpu() {
+  Gpu gpu;
+  int device = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&gpu.sms, cudaDevAttrMultiProcessorCount, device);
+  constexpr int kSmem = 160 * 1024;  // of which an SM has only one
+  auto* const kernel = attention::decode_attention_kernel<attention::DecodeShape<__nv_bfloat16, __nv_bfloat16, 128, 1, 8>>;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem);
+  for (int shift = 0; shift <= attention::kMaxClusterShift; ++shift) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = 1u << shift;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(1u << shift);
+    config.blockDim = dim3(256);
+    config.dynamicSmemBytes = kSmem;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    if (cudaOccupancyMaxActiveClusters(&gpu.clusters[shift], kernel, &config) == cudaSuccess) continue;
+    cudaGetLastError();
+    gpu.clusters[shift] = 0;
+  }
+  return gpu;
 }
 
-template <class Q, class Cache>
-void launch_dims(const DecodeAttentionParams& p, cudaStream_t stream) {
-  dispatch<64, 128, 256>("decode_attention: D", p.dim, [&](auto dim) {
-    constexpr int kDim = decltype(dim)::value;
-    if constexpr (kDim == 256) {
-      launch_decode<Q, Cache, kDim, 1>(p, stream);
-    } else {
-      dispatch<1, 2>("decode_attention: row tiles", p.row_tiles,
-                     [&](auto tiles) { launch_decode<Q, Cache, kDim, decltype(tiles)::value>(p, stream); });
-    }
-  });
-}
+uint32_t reciprocal(int x) { return x == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + x - 1) / x); }
 
 }  // namespace
 
-void plan_decode_attention(DecodeAttentionParams& p, int64_t max_keys) {
+void plan_decode_attention(DecodeAttentionParams& p) {
+  static const Gpu gpu = find_gpu();
   const int rows = p.group * p.max_q;
-  p.row_tiles = rows > attention::kRowTile && p.dim < 256 ? 2 : 1;  // at D = 256 two tiles of outputs do not fit the registers
+  p.row_tiles = rows > attention::kRowTile && p.dim <= attention::kNarrow ? 2 : 1;  // wider outputs of two tiles do not fit the registers
   p.chunks = (rows + p.row_tiles * attention::kRowTile - 1) / (p.row_tiles * attention::kRowTile);
-  const int64_t tiles = (max_keys + attention::kTileKeys - 1) / attention::kTileKeys * p.batch * p.kv_heads * p.chunks;
-  p.workers = static_cast<int>(std::clamp<int64_t>(tiles, 1, sm_count() * attention::decode_ctas(p.dim)));
+  const int units = p.batch * p.kv_heads * p.chunks;
+  p.cluster_shift = attention::kMaxClusterShift;
+  if (!p.invariant) {
+    // The largest clusters of which there is one for each segment: equal segments are not cut then.
+    while (p.cluster_shift > 0 && gpu.clusters[p.cluster_shift] < units) --p.cluster_shift;
+  }
+  p.workers = p.cluster_shift > 0 ? std::max(gpu.clusters[p.cluster_shift], 1) : gpu.sms;
+  if (!p.invariant && units <= p.workers && (units << p.cluster_shift) * 10 >= gpu.sms * 9) p.workers = units;
+  p.step_shift = p.cache == DecodeCache::kLikeQ ? 4 : 5;
+  const int64_t keys = static_cast<int64_t>(p.width) << p.page_shift, steps = ((keys - 1) >> p.step_shift) + 1;
+  p.workers = static_cast<int>(std::clamp<int64_t>((steps * units + 3) / 4, 1, p.workers));
+  p.share = reciprocal(p.workers);
+  p.per_group = reciprocal(p.group);
+  p.workspace_bytes = static_cast<int64_t>(p.workers) * p.row_tiles * (2 * p.dim / 16 * 32 + (attention::kRowTile << p.cluster_shift)) * 16;
+  p.stamp = next_stamp();
 }
 
 void decode_attention(const DecodeAttentionParams& p, cudaStream_t stream) {
-  dispatch_dtype<DType::kBF16, DType::kFP16>("decode_attention: q", p.dtype, [&](auto t) {
-    using Q = typename decltype(t)::type;
-    p.fp8_cache ? launch_dims<Q, __nv_fp8_e4m3>(p, stream) : launch_dims<Q, Q>(p, stream);
-  });
+  switch (p.cache) {
+    case DecodeCache::kE4M3:
+      return decode_attention_fp8(p, stream);
+    case DecodeCache::kS8:
+      return decode_attention_s8(p, stream);
+    case DecodeCache::kLikeQ:
+      return dispatch_dtype<DType::kBF16, DType::kFP16>("decode_attention: q", p.dtype, [&](auto t) {
+        using Q = typename decltype(t)::type;
+        attention::launch_decode_dims<Q, Q>(p, stream);
+      });
+  }
 }
 
 }  // namespace pyllm

@@ -3,49 +3,69 @@
 
 namespace pyllm {
 
+enum class DecodeCache : int { kLikeQ, kE4M3, kS8 };
+
 // T query rows of B sequences, H query heads in groups of G = H / K; W pages of P tokens at most per sequence.
 struct DecodeAttentionParams {
-  const void* q;           // [T, H, D] dtype, dense in D
-  int64_t q_token_stride;  // elements
-  int64_t q_head_stride;   // elements
-  const void* k_cache;     // [pages, P, K, D] dtype or e4m3, [P, K, D] dense
-  const void* v_cache;     // like k_cache
-  int64_t k_page_stride;   // elements
-  int64_t v_page_stride;   // elements
-  const int* page_table;   // [B, W], dense in W
-  int64_t table_stride;    // elements
-  const int* q_starts;     // [B + 1]
-  const int* kv_lens;      // [B]
-  const float* sinks;      // [H] or null
-  const float* k_scale;    // [1] or [K] or null: value = stored * scale
-  const float* v_scale;    // [1] or [K] or null
-  int k_scale_step;        // 0 for [1], 1 for [K]
-  int v_scale_step;        // 0 for [1], 1 for [K]
-  void* out;               // [T, H, D] dtype, contiguous
-  float* lse;              // [T, H], natural log
-  float* partial;          // [2 workers, 8 row_tiles, D]: what a worker knows of the segment it did not begin (0), did not end (1)
-  float* partial_sums;     // [2 workers, 8 row_tiles, 2]: reference exponent and sum of each row of `partial`
-  int64_t tokens;          // T
-  int batch;               // B
-  int heads;               // H
-  int kv_heads;            // K
-  int group;               // G
-  int dim;                 // D: 64, 128 or 256
-  int max_q;               // rows per sequence at most
-  int page_shift;          // log2 of P >= 16
-  int window;              // keys a row sees, 0: all
-  float scale;             // of the scores
-  float softcap;           // 0: none
-  DType dtype;             // kBF16 or kFP16
-  bool fp8_cache;          // the caches are e4m3
-  int workers;             // CTAs of the decode grid
-  int row_tiles;           // 8-row tiles of query rows that a CTA holds: 1 or 2
-  int chunks;              // pieces of 8 row_tiles rows that the G max_q rows of a KV head make
+  const void* q;            // [T, H, D] dtype, dense in D
+  int64_t q_token_stride;   // elements
+  int64_t q_head_stride;    // elements
+  const void* k_cache;      // [pages, P, K, D] dtype, e4m3 or s8, [P, K, D] dense
+  const void* v_cache;      // like k_cache
+  int64_t k_page_stride;    // elements
+  int64_t v_page_stride;    // elements
+  const int* page_table;    // [B, W], dense in W
+  int64_t table_stride;     // elements
+  const int* q_starts;      // [B + 1]
+  const int* kv_lens;       // [B]
+  const float* sinks;       // [H] or null
+  const float* k_scale;     // [1] or [K] or null: value = stored * scale
+  const float* v_scale;     // [1] or [K] or null
+  int k_scale_step;         // 0 for [1], 1 for [K]
+  int v_scale_step;         // 0 for [1], 1 for [K]
+  const uint32_t* mask;     // [T, mask_words] or null: bit i % 32 of word i / 32: the row sees new key i (key L - n + i) of its sequence
+  int64_t mask_stride;      // words from row to row
+  int mask_words;           // 1 or 2; 0 without a mask
+  void* out;                // [T, H, D] dtype, contiguous
+  float* lse;               // [T, H], natural log
+  void* workspace;          // workspace_bytes, at a multiple of 16 bytes, of any content
+  uint64_t stamp;           // a number that no other launch has: what a flag in the workspace is set to
+  int64_t workspace_bytes;  // a multiple of 16
+  int64_t tokens;           // T
+  int batch;                // B
+  int heads;                // H
+  int kv_heads;             // K
+  int group;                // G
+  int dim;                  // D
+  int max_q;                // rows per sequence at most; sequences with more are left alone: neither read nor written
+  int page_shift;           // log2 of P >= 16
+  int width;                // W
+  int window;               // keys a row sees, 0: all
+  float scale;              // of the scores
+  float softcap;            // 0: none
+  DType dtype;              // kBF16 or kFP16
+  DecodeCache cache;        // what the caches hold
+  bool invariant;           // the bits of a row do not depend on the other sequences
+  bool leave_padding;       // rows of q past q_starts[B] are not written
+  int workers;              // clusters of the grid
+  int cluster_shift;        // log2 of the CTAs of one
+  int step_shift;           // log2 of the keys of a step
+  uint32_t share;           // ceil(2^32 / workers), 0 for one
+  uint32_t per_group;       // ceil(2^32 / G), 0 for one
+  int warps;                // of a CTA
+  int row_tiles;            // 8-row tiles of query rows that a CTA holds: 1 or 2
+  int chunks;               // pieces of 8 row_tiles rows that the G max_q rows of a KV head make
 };
 
-// Fills workers, row_tiles and chunks from the shapes; max_keys: W * P. Depends on no device data, so a captured graph stays right.
-void plan_decode_attention(DecodeAttentionParams& p, int64_t max_keys);
+// Fills stamp, workspace_bytes and workers ... chunks from the rest, which names no device data, so a captured graph stays right. Call it
+// for each launch: the stamp is of one.
+void plan_decode_attention(DecodeAttentionParams& p);
 
+// Rows of sequences with more than max_q rows are not written, rows without keys and (unless leave_padding) rows past q_starts[B] are.
 void decode_attention(const DecodeAttentionParams& p, cudaStream_t stream);
+
+// Its parts for caches of one byte, units of their own.
+void decode_attention_fp8(const DecodeAttentionParams& p, cudaStream_t stream);
+void decode_attention_s8(const DecodeAttentionParams& p, cudaStream_t stream);
 
 }  // namespace pyllm

@@ -1,22 +1,28 @@
-// How decode shares out its keys. The keys of a sequence are cut into tiles of kTileKeys; (sequence, KV head, chunk of query rows, tile),
-// in this order, number all the tiles of a step, and each worker takes a run of them, all of one length to within one: equal work for any
-// lengths, known to each CTA from kv_lens and q_starts alone, without a plan that a replayed graph could find stale.
-// A segment is the run of tiles of one (sequence, KV head, chunk). Workers own whole segments, or pieces: at most two pieces each.
+// How decode shares out its keys. The keys of a sequence are cut into steps of 16 or 32; the steps of one (sequence, KV head, chunk of
+// query rows) are a segment, and begin with kSegmentCost empty ones: what the end of a segment costs besides. All steps of a call, in this
+// order, are numbered, and each worker, a cluster of CTAs, takes a run of them, all of one length to within two: equal work for any
+// lengths, known to each CTA from kv_lens and q_starts alone, without a plan that a replayed graph could find stale. Workers own whole
+// segments, or parts of them: at most one whose beginning they lack, and one whose end they lack. The CTAs of a worker take equal parts of
+// each of its segments. Invariant: a worker has the segments that begin in its run, whole; the parts of the CTAs then follow from the
+// length alone.
 #pragma once
 #include "attention/decode_attention.h"
+#include "attention/mma.cuh"
 
 namespace pyllm::attention {
 
-constexpr int kWarps = 4;
-constexpr int kStepKeys = 16;  // of one warp: the rows of one mma
-constexpr int kTileKeys = kWarps * kStepKeys;
+constexpr int kTileKeys = 16;    // the rows of one mma
+constexpr int kSegmentCost = 8;  // in steps
 constexpr int kRowTile = 8;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
 struct Sequence {
   int q_start, rows;  // its rows of q
   int length, low;    // keys [low, length) are seen by some row
-  int first, tiles;
+  int first, steps;
+
+  // Numbers of a segment.
+  __device__ __forceinline__ int cost() const { return steps > 0 ? kSegmentCost + steps : 0; }
 };
 
 __device__ __forceinline__ Sequence sequence_at(const DecodeAttentionParams& p, int b) {
@@ -25,53 +31,139 @@ __device__ __forceinline__ Sequence sequence_at(const DecodeAttentionParams& p, 
   s.rows = p.q_starts[b + 1] - s.q_start;
   s.length = p.kv_lens[b];
   s.low = p.window > 0 ? max(0, s.length - s.rows - p.window + 1) : 0;
-  s.first = s.low / kTileKeys;
-  s.tiles = s.rows > 0 ? (s.length + kTileKeys - 1) / kTileKeys - s.first : 0;
+  s.first = s.low >> p.step_shift;
+  s.steps = s.rows > 0 && s.rows <= p.max_q ? ((s.length - 1) >> p.step_shift) + 1 - s.first : 0;
   return s;
 }
 
 __device__ __forceinline__ int units_of(const DecodeAttentionParams& p) { return p.kv_heads * p.chunks; }
 
-// The tiles of each worker: the first `more` have one more than the others. No more workers than tiles, so that with few tiles the first
-// CTAs, which stand on different SMs, have them.
+// The steps of each worker, equal to within two; with few steps those of the first workers, 4 each. Divisions cost a kernel this short
+// more than anything else it computes, so the host gives reciprocals.
 struct Shares {
-  int workers, size, more;
+  int workers, total;
+  uint32_t share;
+  bool few;
   __device__ __forceinline__ Shares(const DecodeAttentionParams& p, int total)
-      : workers(max(min(p.workers, total), 1)), size(total / workers), more(total - size * workers) {}
-  __device__ __forceinline__ int begin(int i) const { return i * size + min(i, more); }
-  __device__ __forceinline__ int owner(int tile) const {
-    const int large = more * (size + 1);
-    return tile < large ? tile / (size + 1) : more + (tile - large) / size;
+      : workers(p.workers), total(total), share(p.share), few(total < 4 * p.workers) {}
+  __device__ __forceinline__ int begin(int i) const {
+    if (few) return min(4 * i, total);
+    return i >= workers ? total : static_cast<int>(__umulhi(static_cast<uint32_t>(total), i * share));
   }
 };
 
-struct Place {
-  int b;       // the sequence of the tile that was looked for
-  int before;  // tiles ahead of that sequence
-  int total;   // tiles of the step
+// x / d for a quotient below 2^20.
+__device__ __forceinline__ int divide(int x, int d) {
+  const int q = static_cast<int>(__fdividef(static_cast<float>(x), static_cast<float>(d))), rest = x - q * d;
+  return q + (rest >= d ? 1 : 0) - (rest < 0 ? 1 : 0);
+}
+
+// Walks over the segments of a worker's run.
+struct Cursor {
+  Sequence s;
+  int b, head, chunk;
+  int step;  // the first of the worker's steps in this segment
+  int left;  // numbers still to do, from that of `step` on
+
+  // One past the worker's last step in this segment.
+  __device__ __forceinline__ int end() const { return min(s.first + s.steps, step + left); }
+  // Whether there are steps in another segment.
+  __device__ __forceinline__ bool more() const { return left - (end() - step) > kSegmentCost; }
+  __device__ __forceinline__ void next_segment(const DecodeAttentionParams& p) {
+    left -= end() - step + kSegmentCost;
+    if (++chunk == p.chunks) {
+      chunk = 0;
+      if (++head == p.kv_heads) {
+        head = 0;
+        do s = sequence_at(p, ++b);
+        while (s.steps == 0);
+      }
+    }
+    step = s.first;
+  }
 };
 
 template <int Warps>
 struct LocateScratch {
   int sums[Warps];
-  int b, before;
+  int b[2], before[2];
 };
 
-// By all threads of the CTA: finds the tile number target(total tiles). Without such a tile b and before mean nothing.
-template <int Warps, class Target>
-__device__ __forceinline__ Place locate(const DecodeAttentionParams& p, LocateScratch<Warps>& shared, Target target) {
+struct Run {
+  Cursor at;
+  Shares shares;
+  int before;  // numbers ahead of sequence at.b
+};
+
+// The run of a worker from the numbers of its borders. b, before: the sequences of the borders and the numbers ahead of them, without a
+// meaning for a border at `total`; first: the first of these sequences.
+__device__ __forceinline__ Run run_of(const DecodeAttentionParams& p, const Shares& shares, int total, int (&border)[2], const int (&b)[2],
+                                      const int (&before)[2], const Sequence& first) {
+  const int units = units_of(p);
+  Run run{{{}, 0, 0, 0, 0, 0}, shares, 0};
+  if (border[0] >= total) return run;
+  run.at.b = b[0];
+  run.at.s = first;
+  run.before = before[0];
+  if (p.invariant) {
+    const auto snap = [](int number, int before, int cost) { return before + divide(number - before + cost - 1, cost) * cost; };
+    border[0] = snap(border[0], run.before, run.at.s.cost());
+    if (border[1] < total) border[1] = snap(border[1], before[1], sequence_at(p, b[1]).cost());
+    if (border[0] >= border[1]) return run;
+    if (border[0] == run.before + run.at.s.cost() * units) {
+      do run.at.s = sequence_at(p, ++run.at.b);
+      while (run.at.s.steps == 0);
+      run.before = border[0];
+    }
+  }
+  const int cost = run.at.s.cost(), unit = divide(border[0] - run.before, cost), within = border[0] - run.before - unit * cost;
+  run.at.head = p.chunks == 1 ? unit : divide(unit, p.chunks);
+  run.at.chunk = unit - run.at.head * p.chunks;
+  run.at.step = run.at.s.first + max(within - kSegmentCost, 0);
+  run.at.left = max(border[1] - border[0] - max(kSegmentCost - within, 0), 0);
+  return run;
+}
+
+__device__ __forceinline__ int sum_upto(int x, int lane) {
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, x, offset);
+    if (lane >= offset) x += other;
+  }
+  return x;
+}
+
+// By all threads of the CTA: the run of worker i; left = 0 without one. Up to 32 sequences each warp finds it alone.
+template <int Warps>
+__device__ __forceinline__ Run locate(const DecodeAttentionParams& p, LocateScratch<Warps>& shared, int i) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, units = units_of(p);
+  int border[2], at[2], ahead[2];
+  if (p.batch <= 32) {
+    Sequence s{};
+    if (lane < p.batch) s = sequence_at(p, lane);
+    const int upto = sum_upto(s.cost() * units, lane), total = __shfl_sync(kAllLanes, upto, 31);
+    const Shares shares(p, total);
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      border[side] = shares.begin(i + side);
+      at[side] = max(__ffs(static_cast<int>(__ballot_sync(kAllLanes, border[side] < upto))) - 1, 0);
+      ahead[side] = __shfl_sync(kAllLanes, upto - s.cost() * units, at[side]);
+    }
+    Sequence first;
+    first.q_start = __shfl_sync(kAllLanes, s.q_start, at[0]);
+    first.rows = __shfl_sync(kAllLanes, s.rows, at[0]);
+    first.length = __shfl_sync(kAllLanes, s.length, at[0]);
+    first.low = __shfl_sync(kAllLanes, s.low, at[0]);
+    first.steps = __shfl_sync(kAllLanes, s.steps, at[0]);
+    first.first = first.low >> p.step_shift;
+    return run_of(p, shares, total, border, at, ahead, first);
+  }
   const int each = (p.batch + Warps * 32 - 1) / (Warps * 32);
   const int first = min(static_cast<int>(threadIdx.x) * each, p.batch), last = min(first + each, p.batch);
   int own = 0;
-  for (int b = first; b < last; ++b) own += sequence_at(p, b).tiles;
+  for (int b = first; b < last; ++b) own += sequence_at(p, b).cost();
   own *= units;
-  int upto = own;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int other = __shfl_up_sync(kAllLanes, upto, offset);
-    if (lane >= offset) upto += other;
-  }
+  int upto = sum_upto(own, lane);
   if (lane == 31) shared.sums[warp] = upto;
   __syncthreads();
   int total = 0;
@@ -80,64 +172,72 @@ __device__ __forceinline__ Place locate(const DecodeAttentionParams& p, LocateSc
     if (w == warp) upto += total;
     total += shared.sums[w];
   }
-  const int wanted = target(total);
-  int before = upto - own;
-  if (wanted >= before && wanted < upto) {
-    int b = first;
-    for (int size; wanted >= before + (size = sequence_at(p, b).tiles * units); ++b) before += size;
-    shared.b = b;
-    shared.before = before;
+  const Shares shares(p, total);
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    border[side] = shares.begin(i + side);
+    int before = upto - own;
+    if (border[side] >= before && border[side] < upto) {
+      int b = first;
+      for (int size; border[side] >= before + (size = sequence_at(p, b).cost() * units); ++b) before += size;
+      shared.b[side] = b;
+      shared.before[side] = before;
+    }
   }
   __syncthreads();
-  return {shared.b, shared.before, total};
+#pragma unroll
+  for (int side = 0; side < 2; ++side) at[side] = border[side] < total ? shared.b[side] : 0, ahead[side] = shared.before[side];
+  return run_of(p, shares, total, border, at, ahead, sequence_at(p, at[0]));
 }
-
-// Walks over the tiles of a worker.
-struct Cursor {
-  Sequence s;
-  int b, unit;  // unit: KV head * chunks + chunk
-  int tile;
-  int left;  // tiles still to do, this one included
-
-  // One past the worker's last tile in this segment.
-  __device__ __forceinline__ int end() const { return min(s.first + s.tiles, tile + left); }
-  // Only while there are tiles left.
-  __device__ __forceinline__ void next_segment(const DecodeAttentionParams& p) {
-    if (++unit == units_of(p)) {
-      unit = 0;
-      do s = sequence_at(p, ++b);
-      while (s.tiles == 0);
-    }
-    tile = s.first;
-  }
-};
 
 // The query row `row` (0 .. 8 row_tiles - 1) of a chunk: row j of the sequence and head.
 struct QueryRow {
   bool exists;
   int j, head;
 };
-__device__ __forceinline__ QueryRow query_row(const DecodeAttentionParams& p, int unit, int rows, int row) {
-  const int chunk = unit % p.chunks, kv_head = unit / p.chunks;
-  const int all = chunk * p.row_tiles * kRowTile + row, j = all / p.group;
-  return {j < rows, j, kv_head * p.group + all - j * p.group};
+__device__ __forceinline__ QueryRow query_row(const DecodeAttentionParams& p, const Cursor& at, int row) {
+  const int all = at.chunk * p.row_tiles * kRowTile + row, j = p.group == 1 ? all : static_cast<int>(__umulhi(all, p.per_group));
+  return {j < at.s.rows, j, at.head * p.group + all - j * p.group};
 }
 
 // A row's softmax over exponents of 2: `sum` of 2^(s - reference) over its keys. With its sink: what the values are multiplied by, and LSE.
 struct RowEnd {
-  float factor, lse;
+  float factor, top, sum;
+  __device__ __forceinline__ float lse() const { return sum == 0.f ? -INFINITY : (top + log2_fast(sum)) * 0.6931471805599453f; }
 };
 __device__ __forceinline__ RowEnd finish_row(float reference, float sum, const float* sink) {
-  constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+  constexpr float kLog2E = 1.4426950408889634f;
   float top = reference, factor = 1.f;
   if (sink != nullptr) {
     const float s = *sink * kLog2E;
     top = fmaxf(reference, s);
-    factor = reference == -INFINITY ? 0.f : exp2f(reference - top);
-    sum = sum * factor + (s == -INFINITY ? 0.f : exp2f(s - top));
+    factor = reference == -INFINITY ? 0.f : exp2_fast(reference - top);
+    sum = sum * factor + (s == -INFINITY ? 0.f : exp2_fast(s - top));
   }
-  if (sum == 0.f) return {0.f, -INFINITY};
-  return {factor / sum, (top + log2f(sum)) * kLn2};
+  return {sum == 0.f ? 0.f : __fdividef(factor, sum), top, sum};
+}
+
+// Rows without keys, and rows of q that belong to no sequence: 0, and the LSE of nothing but the sink. Shared out over all CTAs.
+template <class Q>
+__device__ __forceinline__ void write_empty_rows(const DecodeAttentionParams& p) {
+  const auto write = [&p](int64_t token, bool belongs) {
+    uint4* const to = reinterpret_cast<uint4*>(static_cast<Q*>(p.out) + token * p.heads * p.dim);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < p.heads * p.dim / 8; i += blockDim.x) to[i] = uint4{0, 0, 0, 0};
+#pragma unroll 1
+    for (int h = threadIdx.x; h < p.heads; h += blockDim.x) {
+      p.lse[token * p.heads + h] = belongs && p.sinks != nullptr ? p.sinks[h] : -INFINITY;
+    }
+  };
+#pragma unroll 1
+  for (int b = blockIdx.x; b < p.batch; b += gridDim.x) {
+    const Sequence s = sequence_at(p, b);
+#pragma unroll 1
+    for (int i = 0; s.steps == 0 && s.rows <= p.max_q && i < s.rows; ++i) write(s.q_start + i, true);
+  }
+  if (p.leave_padding) return;
+#pragma unroll 1
+  for (int64_t token = static_cast<int64_t>(p.q_starts[p.batch]) + blockIdx.x; token < p.tokens; token += gridDim.x) write(token, false);
 }
 
 }  // namespace pyllm::attention

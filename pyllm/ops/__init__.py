@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pyllm import _native
 from pyllm.ops.attention import paged_attention
-from pyllm.ops.decode import decode_attention
+from pyllm.ops.decode import decode_attention, merge_states
 from pyllm.ops.dense import dense_linear, linear_fp8, linear_int8
 from pyllm.ops.fused import act, act_mul, embed_tokens, softcap
 from pyllm.ops.gemm import linear
@@ -26,6 +26,7 @@ __all__ = [
     "linear",
     "linear_fp8",
     "linear_int8",
+    "merge_states",
     "moe_experts",
     "paged_attention",
     "qk_norm_rope_append",

@@ -1,6 +1,5 @@
-"""decode_attention: the reference is paged_attention's (tested there); the kernel against it in fp32.
-
-Unused slots, pages and table tails are poison in all of them."""
+"""decode_attention: the reference is paged_attention's (tested there); the kernel against fp64. Trees, the invariant mode, mixed steps:
+test_decode_modes.py."""
 
 from __future__ import annotations
 
@@ -11,61 +10,9 @@ import torch
 from torch import Tensor
 
 from pyllm import ops
-from tests.support.compare import EPS, assert_close, assert_same
-from tests.support.generate import HUGE, RaggedBatch, filled_pools, normal, poison_allocator, ragged_batch
-
-BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-LENGTHS = (1, 0, 63, 64, 65, 127, 129, 500, 1000, 16, 17)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "window": {"window": 100},
-    "window-1": {"window": 1},
-    "softcap": {"softcap": 3.0},
-    "sinks": {"sinks": True},
-    "all": {"window": 70, "softcap": 2.0, "sinks": True},
-}
-
-
-def make(
-    q_lens: list[int],
-    kv_lens: list[int],
-    H: int,
-    K: int,
-    D: int,
-    P: int,
-    dtype: torch.dtype = BF16,
-    cache: torch.dtype | None = None,
-    spare: int = 0,
-) -> tuple[RaggedBatch, Tensor, Tensor, Tensor]:
-    batch = ragged_batch([min(n, L) for n, L in zip(q_lens, kv_lens, strict=True)], kv_lens, page_size=P)
-    k, v = filled_pools(batch, K, D, cache or dtype)
-    return batch, normal(batch.T + spare, H, D, dtype=dtype), k, v
-
-
-def call(batch: RaggedBatch, q: Tensor, k: Tensor, v: Tensor, device: str = "cuda", **options: Any) -> tuple[Tensor, Tensor]:
-    options = {"scale": q.shape[2] ** -0.5, "max_q": max(1, *batch.q_lens())} | options
-    moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
-    at = batch.to(device)
-    return ops.decode_attention(q.to(device), k.to(device), v.to(device), at.page_table, at.q_starts, at.kv_lens, **moved)
-
-
-def compare(got: tuple[Tensor, Tensor], batch: RaggedBatch, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
-    """Against the reference in fp32 on the same stored values. Rounding the weights (u of the mma's dtype) errs by at most u sum p |v|, the
-    result by u |o|; fp32 scores err by about (D + keys) 2^-24 times |s| <= 16 in the exponent, that is in p relatively."""
-    options.pop("max_q", None)
-    scale = options.pop("scale", q.shape[2] ** -0.5)
-    wide = {n: options.get(n) for n in ("window", "softcap", "sinks", "k_scale", "v_scale")}
-    at = (batch.page_table, batch.q_starts, batch.kv_lens)
-    want, lse = ops.paged_attention(q.float(), k.float(), v.float(), *at, scale=scale, **wide)
-    size, _ = ops.paged_attention(q.float(), k.float(), v.float().abs(), *at, scale=scale, **wide)
-    inside = 16 * (q.shape[2] + int(batch.kv_lens.max())) * EPS[torch.float32]
-    weights = EPS[FP16 if k.dtype == FP8 else q.dtype]
-    assert_close(got[0], want, atol=size.double() * (weights + inside) + want.double().abs() * EPS[q.dtype] + 1e-6, what="out")
-    assert_close(got[1], lse, atol=inside, what="lse")
-
-
-def sinks_of(options: dict[str, Any], H: int) -> dict[str, Any]:
-    return options | ({"sinks": normal(H)} if options.get("sinks") else {})
+from tests.attention.decode_cases import BF16, FP8, FP16, LENGTHS, OPTIONS, S8, call, compare, make, scales_of, sinks_of
+from tests.support.compare import assert_same
+from tests.support.generate import HUGE, RaggedBatch, normal, poison_allocator
 
 
 def test_reference_is_that_of_paged_attention() -> None:
@@ -93,7 +40,7 @@ def arguments(device: str = "cpu") -> tuple[Any, ...]:
     batch, q, k, v = make([1, 2, 1], [5, 40, 1], 4, 2, 64, 16)
     at = batch.to(device)
     pools = (k.nan_to_num().to(device), v.nan_to_num().to(device))
-    return q.to(device), *pools, at.page_table, at.q_starts, at.kv_lens, 0.2, 0, 0.0, None, None, None, 2
+    return q.to(device), *pools, at.page_table, at.q_starts, at.kv_lens, 0.2, 0, 0.0, None, None, None, 2, None, False
 
 
 def test_opcheck_and_compile() -> None:
@@ -115,9 +62,12 @@ FP32 = torch.float32
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "q dims": ({"q": zeros(3, 64)}, r"q has 2 dimensions, expected 3"),
     "q dtype": ({"q": zeros(4, 4, 64, dtype=FP32), **caches(5, 16, 2, 64, dtype=FP32)}, r"q is .*float32, expected bfloat16 or float16"),
-    "D": ({"q": zeros(4, 4, 32), **caches(5, 16, 2, 32)}, r"q \.size\(2\) is 32, expected 64, 128 or 256"),
+    "D": ({"q": zeros(4, 4, 32), **caches(5, 16, 2, 32)}, r"q \.size\(2\) is 32, expected 64, 96, 128, 192 or 256"),
     "P": (caches(5, 24, 2, 64), r"k_cache \.size\(1\) is 24, expected a power of two, at least 16"),
     "H": ({"q": zeros(4, 3, 64)}, r"q has H=3 heads, expected a multiple of K=2"),
+    "mask dtype": ({"mask": zeros(4)}, r"mask is .*bfloat16, expected int32 or int64"),
+    "mask rows": ({"mask": zeros(3, dtype=torch.int64)}, r"mask.*3.*, expected T=4"),
+    "mask bits": ({"mask": zeros(4, dtype=torch.int32), "max_q": 33}, r"mask has 32 bits a row, expected at least max_q=33"),
     "max_q": ({"max_q": 65}, r"max_q is 65, expected 1 to 64"),
     "sinks": ({"sinks": zeros(4)}, r"sinks is .*bfloat16, expected float32"),
     "k_scale": ({"k_scale": zeros(3, dtype=FP32)}, r"k_scale has .*, expected .*K=2"),
@@ -145,12 +95,12 @@ def test_more_rows_than_max_q_is_an_error() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("D", [64, 128, 256])
-@pytest.mark.parametrize("P", [16, 64, 128])
-@pytest.mark.parametrize(("dtype", "cache"), [(BF16, BF16), (FP16, FP16), (BF16, FP8), (FP16, FP8)])
+@pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("P", [16, 32, 64, 128])
+@pytest.mark.parametrize(("dtype", "cache"), [(BF16, BF16), (FP16, FP16), (BF16, FP8), (FP16, FP8), (BF16, S8), (FP16, S8)])
 def test_kernel(dtype: torch.dtype, cache: torch.dtype, P: int, D: int) -> None:
     batch, q, k, v = make([1] * len(LENGTHS), list(LENGTHS), 8, 2, D, P, dtype, cache, spare=2)
-    scales = {"k_scale": torch.tensor([0.5, 1.25]), "v_scale": torch.tensor([3.0])} if cache == FP8 else {}
+    scales = scales_of(cache, 2)
     poison_allocator(q.shape, dtype, "cuda")
     compare(call(batch, q, k, v, **scales), batch, q, k, v, **scales)
 

@@ -1,0 +1,33 @@
+// The launch of decode kernels of one pair of types.
+#pragma once
+#include "attention/decode_attention.cuh"
+#include "common/dispatch.h"
+
+namespace pyllm::attention {
+
+template <class S>
+void launch_decode(const DecodeAttentionParams& p, cudaStream_t stream) {
+  auto* const kernel = decode_attention_kernel<S>;
+  // For two CTAs to an SM, of this call and of the next: the driver would keep shared memory for one.
+  check_code(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+             "decode_attention");
+  LaunchShape shape{static_cast<unsigned>(p.workers << p.cluster_shift), S::kThreads, S::kSmem};
+  shape.cluster = 1 << p.cluster_shift;
+  launch("decode_attention", shape, stream, kernel, p);
+}
+
+template <class Q, class Cache>
+void launch_decode_dims(const DecodeAttentionParams& p, cudaStream_t stream) {
+  dispatch<64, 96, 128, 192, 256>("decode_attention: D", p.dim, [&](auto dim) {
+    constexpr int kDim = decltype(dim)::value;
+    if constexpr (kDim > kNarrow) {
+      launch_decode<DecodeShape<Q, Cache, kDim, 1, decode_warps(kDim)>>(p, stream);
+    } else {
+      dispatch<1, 2>("decode_attention: row tiles", p.row_tiles, [&](auto tiles) {
+        launch_decode<DecodeShape<Q, Cache, kDim, decltype(tiles)::value, decode_warps(kDim)>>(p, stream);
+      });
+    }
+  });
+}
+
+}  // namespace pyllm::attention
