@@ -1,0 +1,83 @@
+"""linear_fp8 against cuBLASLt and CUTLASS: scales per row and column, and per block. Bytes: x, the weight, the result, scales once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bench import Case, Goal
+from bench.gemm.products import ROWS, products
+from bench.peers import vllm
+from bench.shapes import Shapes
+from pyllm.ops.dense import linear_fp8
+
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+def cutlass(x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=BF16, device=x.device)
+    vllm.call("cutlass_scaled_mm", out=out, a=x, b=weight.t(), a_scales=x_scale, b_scales=weight_scale, bias=None)
+    return out
+
+
+def cublas(x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
+    return torch._scaled_mm(x, weight.t(), x_scale, weight_scale, out_dtype=BF16, use_fast_accum=True)
+
+
+def operands(M: int, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(M, K, device="cuda").to(FP8), torch.randn(N, K, device="cuda").to(FP8)
+
+
+def case_rows(M: int, N: int, K: int) -> Case:
+    def make(n: int) -> list[Any]:
+        one = torch.ones((), device="cuda")
+        return [(*operands(M, N, K), torch.rand(M, 1, device="cuda"), torch.rand(N, 1, device="cuda"), one) for _ in range(n)]
+
+    return Case(
+        name=f"M={M} N={N} K={K} rows",
+        dtype="fp8",
+        bytes=M * K + N * K + 2 * M * N + 4 * (M + N),
+        flops=2 * M * N * K,
+        matrix="fp8",
+        make=make,
+        ours=lambda s: linear_fp8(s[0], s[1], s[2].view(-1), s[3].view(-1)),
+        baselines={
+            "cublas tensor": lambda s: cublas(s[0], s[1], s[4], s[4]),
+            "cublas rows": lambda s: cublas(s[0], s[1], s[2], s[3].t()),
+            "vllm": lambda s: cutlass(*s[:4]),
+        },
+        goal=Goal(ratio={"cublas tensor": 1.0, "cublas rows": 1.0, "vllm": 1.0}),
+    )
+
+
+def case_blocks(M: int, N: int, K: int) -> Case:
+    def make(n: int) -> list[Any]:
+        sets = []
+        for _ in range(n):
+            x_scale, w_scale = torch.rand(M, K // 128, device="cuda"), torch.rand(N // 128, K // 128, device="cuda")
+            rows = torch.rand(M, device="cuda"), torch.rand(N, device="cuda")
+            # The peer reads the scales of x column by column, those of the weight as a transposed matrix.
+            sets.append((*operands(M, N, K), x_scale, w_scale, x_scale.t().contiguous().t(), w_scale.t().contiguous(), *rows))
+        return sets
+
+    return Case(
+        name=f"M={M} N={N} K={K} blocks",
+        dtype="fp8",
+        bytes=M * K + N * K + 2 * M * N + 4 * (M * K // 128 + N * K // 128**2),
+        flops=2 * M * N * K,
+        matrix="fp8",
+        make=make,
+        ours=lambda s: linear_fp8(*s[:4]),
+        baselines={
+            "vllm": lambda s: cutlass(s[0], s[1], s[4], s[5]),
+            "rows": lambda s: linear_fp8(s[0], s[1], s[6], s[7]),
+        },
+        goal=Goal(ratio={"vllm": 1.0, "rows": 0.95}),
+    )
+
+
+def cases(shapes: Shapes) -> list[Case]:
+    found = products(shapes)
+    blocks = [(N, K) for N, K in found if N % 128 == 0 and K % 128 == 0 and N * K >= 1 << 24]
+    return [case_rows(M, N, K) for M in ROWS for N, K in found] + [case_blocks(4096, N, K) for N, K in blocks]
