@@ -19,6 +19,7 @@ OutputLen = Annotated[int, typer.Option(help="Tokens to generate for each random
 NumRequests = Annotated[int | None, typer.Option(help="Requests; default 100 (latency: 10), or the whole dataset.")]
 Warmup = Annotated[int, typer.Option(help="Requests before the measurement.")]
 LoadFormat = Annotated[str, typer.Option(help="auto, or dummy: random weights for the model's config.json.")]
+Quant = Annotated[str | None, typer.Option(help="fp8: quantize all products but the head as they are loaded.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the GPU where there is one.")]
 Dtype = Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")]
 MaxBatch = Annotated[int, typer.Option(help="Requests in a step.")]
@@ -43,6 +44,7 @@ def throughput(
     sweep: Annotated[str | None, typer.Option(help="Concurrencies, as in 1,8,64: one line each, and the knee of the curve.")] = None,
     warmup: Warmup = 2,
     load_format: LoadFormat = "auto",
+    quantization: Quant = None,
     device: Device = None,
     dtype: Dtype = "auto",
     max_batch_size: MaxBatch = 256,
@@ -69,6 +71,7 @@ def latency(
     concurrency: Annotated[int, typer.Option(help="Requests at a time.")] = 1,
     warmup: Warmup = 2,
     load_format: LoadFormat = "auto",
+    quantization: Quant = None,
     device: Device = None,
     dtype: Dtype = "auto",
     max_num_tokens: MaxTokens = 8192,
@@ -103,6 +106,7 @@ def _bench(o: dict[str, Any], concurrencies: list[int], count: int) -> None:
     llm = LLM(
         o["model"],
         load_format=o["load_format"],
+        quant=o["quantization"] or (),
         device=o["device"],
         dtype=o["dtype"],
         skip_tokenizer_init=not text,
@@ -118,7 +122,7 @@ def _bench(o: dict[str, Any], concurrencies: list[int], count: int) -> None:
     with llm:
         bench.run(llm, items[: o["warmup"]], -1, title="warming up", progress=True)
         for concurrency in concurrencies:
-            reports.append(bench.report(llm, o["model"], o["load_format"], bench.measure(llm, items, concurrency)))
+            reports.append(bench.report(llm, o["model"], o["load_format"], o["quantization"], bench.measure(llm, items, concurrency)))
         where, kind = llm._engine.device, llm._engine.dtype
     typer.echo(bench.summary(reports[0]) if len(reports) == 1 else _curve(concurrencies, reports))
     ours = max(r["performance"]["system_output_throughput_tok_s"] for r in reports)
@@ -174,6 +178,7 @@ def plan(
     model: Model,
     memory: Annotated[float | None, typer.Option(help="GiB of the GPU. Default: what is free on this one, or 141.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
+    quantization: Quant = None,
     kv_cache_dtype: KvDtype = "auto",
     max_batch_size: MaxBatch = 256,
     max_num_tokens: MaxTokens = 8192,
@@ -186,7 +191,7 @@ def plan(
     from pyllm.runtime.dummy import SHAPES
     from pyllm.runtime.kv import free_bytes
     from pyllm.runtime.memory import memory_plan
-    from pyllm.runtime.model import pick_dtype
+    from pyllm.runtime.model import pick_dtype, quant_plan
 
     config = _config(model, "dummy" if model in SHAPES else "auto")
     here = torch.cuda.is_available()
@@ -202,6 +207,7 @@ def plan(
         tokens=max_num_tokens,
         max_batch=max_batch_size,
         fraction=free_gpu_memory_fraction,
+        quant=quant_plan(quantization or ()),
     )
     typer.echo(str(made))
     if not made.kv:

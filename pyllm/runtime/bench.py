@@ -137,7 +137,7 @@ def measure(llm: LLM, items: Sequence[Item], concurrency: int, *, progress: bool
     }
 
 
-def report(llm: LLM, model: str, load_format: str, measured: dict[str, Any]) -> dict[str, Any]:
+def report(llm: LLM, model: str, load_format: str, quantization: str | None, measured: dict[str, Any]) -> dict[str, Any]:
     """What trtllm-bench's report JSON holds, in its groups."""
     e = llm._engine
     cuda = e.device.type == "cuda"
@@ -151,7 +151,7 @@ def report(llm: LLM, model: str, load_format: str, measured: dict[str, Any]) -> 
             "backend": "pyllm",
             "dtype": dtype,
             "kv_cache_dtype": str(e.kv.dtype).removeprefix("torch."),
-            "quantization": None,
+            "quantization": quantization,
             "load_format": load_format,
         },
         "machine": {"name": name, "memory_gib": memory, "torch": torch.__version__, "cuda": torch.version.cuda},

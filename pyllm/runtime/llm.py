@@ -25,6 +25,7 @@ from pyllm.runtime.text import TextOutput
 
 if TYPE_CHECKING:
     from pyllm.layers import Decoder
+    from pyllm.layers.formats import QuantPlan
     from pyllm.load.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
@@ -47,7 +48,8 @@ HINTS = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "contex
     "guided_decoding_backend": "constrained decoding is not served; a logits_processor can restrict tokens",
     "enable_lora": "LoRA is not served",
     "lora_config": "LoRA is not served",
-    "quantization": "the format follows from the checkpoint",
+    "quantization": "use quant",
+    "quant_config": "use quant",
     "seed": "use SamplingParams(seed=...)",
     "batched_logits_processor": "use SamplingParams(logits_processor=...)",
 }
@@ -59,6 +61,7 @@ class LLM:
     model: a Hugging Face directory, a .gguf file, "demo", or a declaration (`pyllm.layers.Decoder`) with `weights` (checkpoint name ->
     tensor). tokenizer: a `pyllm.load.tokenizer.Tokenizer`, a directory or a tokenizer.json; None: the model's own.
     skip_tokenizer_init: token ids in and out. load_format: "auto", or "dummy": random weights for the directory's config.json.
+    quant: "fp8" quantizes all products but the head as they are loaded; or pairs (glob, Format) as in `pyllm.layers.bind`.
     device: None takes the GPU where pyllm's kernels run, else the CPU. dtype: "auto", "fp32", "bf16" or "fp16".
     max_batch_size: requests in a step. max_num_tokens: prompt tokens in a step (None: 8192 on a GPU, 512 on a CPU).
     max_seq_len: tokens of a request, prompt and output.
@@ -75,6 +78,7 @@ class LLM:
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         load_format: str = "auto",
+        quant: str | QuantPlan = (),
         skip_tokenizer_init: bool = False,
         max_batch_size: int = 256,
         max_num_tokens: int | None = None,
@@ -97,7 +101,8 @@ class LLM:
             raise ValueError(f"LLM: watchdog_timeout is {watchdog_timeout!r}, expected seconds, more than 0")
         parts = load_parts(
             model, weights=weights, tokenizer=None if skip_tokenizer_init else tokenizer, device=device,
-            dtype=None if dtype == "auto" else dtype, load_format=load_format, progress=progress,
+            dtype=None if dtype == "auto" else dtype, load_format=load_format, quant=quant,
+            progress=progress,
         )  # fmt: skip
         self.tokenizer = None if skip_tokenizer_init else parts.tokenizer
         self._checkpoint, cuda = parts.checkpoint, parts.device.type == "cuda"

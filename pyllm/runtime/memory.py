@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,23 +13,27 @@ from pyllm.runtime.kv import KvPool, page_bytes, show_bytes
 
 if TYPE_CHECKING:
     from pyllm.layers import Decoder
+    from pyllm.layers.formats import QuantPlan
     from pyllm.runtime.model import Parts
 
 OVERHEAD = 1 << 30  # CUDA context, libraries' workspaces and captured graphs; about 0.9 GiB on an H200
 
 
-def weight_bytes(spec: Decoder, dtype: torch.dtype) -> int:
+def weight_bytes(spec: Decoder, dtype: torch.dtype, quant: QuantPlan = ()) -> int:
     """Bytes of the bound weights; vectors (norms, biases) are counted in fp32."""
-    from pyllm.layers import plan
+    from pyllm.layers import Dense
+    from pyllm.layers.formats import resolve
+    from pyllm.layers.linear import Linear
+    from pyllm.layers.spec import walk
 
-    return sum(_product(i.shape) * (4 if len(i.shape) == 1 else dtype.itemsize) for i in plan(spec))
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    out = 1
-    for n in shape:
-        out *= n
-    return out
+    total = 0
+    for path, node in walk(spec):
+        tensors = {name: (math.prod(w.local_shape(1, path)), w.cols is None) for name, w in node.weights().items()}
+        if isinstance(node, Linear) and (kind := resolve(node.names(path), quant)) != Dense():
+            tensors.pop("weight")
+            total += max(node.experts, 1) * kind.weight_bytes(sum(p.size for p in node.parts), node.d)
+        total += sum(count * (4 if vector else dtype.itemsize) for count, vector in tensors.values())
+    return total
 
 
 def activation_bytes(parts: Parts, tokens: int, max_batch: int, page_size: int) -> int:
@@ -81,7 +86,15 @@ class MemoryPlan:
 
 
 def memory_plan(
-    spec: Decoder, total: int, *, dtype: torch.dtype, kv_dtype: torch.dtype, tokens: int, max_batch: int, fraction: float
+    spec: Decoder,
+    total: int,
+    *,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    tokens: int,
+    max_batch: int,
+    fraction: float,
+    quant: QuantPlan = (),
 ) -> MemoryPlan:
     """What `LLM` would do with `total` bytes of free memory, with steps of `tokens` prompt tokens and `max_batch` requests."""
     from pyllm.layers import plan
@@ -89,6 +102,6 @@ def memory_plan(
     widest = max((i.shape[-2] for i in plan(spec) if len(i.shape) >= 2 and i.shape[-2] != spec.vocab_size), default=0)
     step = tokens + max_batch
     activations = step * (widest + widest // 2 + 3 * spec.embed.d) * dtype.itemsize + max_batch * spec.vocab_size * (dtype.itemsize + 4)
-    weights = weight_bytes(spec, dtype)
+    weights = weight_bytes(spec, dtype, quant)
     free = max(total - weights - activations - OVERHEAD, 0)
     return MemoryPlan(total, weights, activations, OVERHEAD, int(free * fraction), page_bytes(spec.kv_slots(), 64, kv_dtype) // 64)

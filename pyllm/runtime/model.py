@@ -16,6 +16,7 @@ from pyllm.runtime.progress import progress_bar
 
 if TYPE_CHECKING:
     from pyllm.layers import Decoder
+    from pyllm.layers.formats import QuantPlan
     from pyllm.load import Checkpoint
     from pyllm.load.tokenizer import Tokenizer
 
@@ -49,9 +50,13 @@ def load_parts(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     load_format: str = "auto",
+    quant: str | QuantPlan = (),
     progress: bool = True,
 ) -> Parts:
-    """A path or a declaration with its weights (checkpoint name -> tensor), bound on the device. load_format="dummy": random weights."""
+    """A path or a declaration with its weights (checkpoint name -> tensor), bound on the device. load_format="dummy": random weights.
+
+    quant: as in `bind`, or "fp8": all products but the head.
+    """
     from pyllm.layers import Decoder, bind
     from pyllm.models import spec_from_config
     from pyllm.runtime.dummy import SHAPES, DummyWeights
@@ -74,9 +79,10 @@ def load_parts(
         _check_tied(checkpoint, spec)
     kind = pick_dtype(dtype, where, config)
     source = weights if weights is not None else DummyWeights(spec, where, kind)
-    _check_room(name, spec, where, kind)
+    plan = quant_plan(quant)
+    _check_room(name, weight_bytes(spec, kind, plan), kind, where)
     with progress_bar(f"loading {name}", len(source), "tensors", progress) as advance:
-        module = bind(spec, source, device=where, dtype=kind, progress=advance)
+        module = bind(spec, source, quant=plan, device=where, dtype=kind, progress=advance)
     found = _tokenizer(tokenizer) if tokenizer is not None else checkpoint.tokenizer if checkpoint is not None else None
     return Parts(name, spec, module, where, kind, checkpoint, found, checkpoint.eos_ids if checkpoint is not None else ())
 
@@ -104,8 +110,18 @@ def _tokenizer(given: Tokenizer | str | Path) -> Tokenizer:
     return Tokenizer.from_file(path / "tokenizer.json" if path.is_dir() else path)
 
 
-def _check_room(name: str, spec: Decoder, device: torch.device, dtype: torch.dtype) -> None:
-    need, free = weight_bytes(spec, dtype), free_bytes(device)
+def quant_plan(quant: str | QuantPlan) -> QuantPlan:
+    from pyllm.layers import Fp8
+
+    if not isinstance(quant, str):
+        return quant
+    if quant != "fp8":
+        raise ValueError(f"quant is {quant!r}, expected 'fp8', or pairs (glob, Format) as in bind")
+    return (("*lm_head", None), ("*embed_out", None), ("*", Fp8()))
+
+
+def _check_room(name: str, need: int, dtype: torch.dtype, device: torch.device) -> None:
+    free = free_bytes(device)
     if need > free:
         raise MemoryError(f"{name}: the weights take {show_bytes(need)} in {dtype}, {show_bytes(free)} are free on {device}")
 

@@ -15,6 +15,7 @@ from pyllm.models import spec_from_config
 from pyllm.runtime import bench, peers
 from pyllm.runtime.dummy import SHAPES, DummyWeights
 from pyllm.runtime.memory import OVERHEAD, memory_plan, weight_bytes
+from pyllm.runtime.model import quant_plan
 from tests.runtime.tiny import CONFIG, save_tiny, tiny_spec
 
 SMALL = ("--max-batch-size", 4, "--device", "cpu")
@@ -115,6 +116,18 @@ def test_the_memory_plan_adds_up() -> None:
     assert made.kv == int((total - made.weights - made.activations - OVERHEAD) * 0.9)
     assert made.tokens == made.kv // made.kv_token
     assert math.isclose(made.activations, 1.1e9, rel_tol=0.5)
+
+
+def test_fp8_halves_the_weights_and_runs(folder) -> None:
+    spec = spec_from_config(SHAPES["llama-3.1-8b"])
+    head, embed = 128256 * 4096 * 2, 128256 * 4096 * 2
+    plain, fp8 = (weight_bytes(spec, torch.bfloat16, quant_plan(q)) for q in ((), "fp8"))
+    assert fp8 - head - embed == pytest.approx((plain - head - embed) / 2, rel=0.01)
+    args = ("--num-requests", 2, "--input-len", 5, "--output-len", 3, "--quantization", "fp8", "--load-format", "dummy")
+    out = command("bench", "throughput", folder, *args, *SMALL)
+    assert out.exit_code == 0, out.output
+    out = command("bench", "throughput", folder, *args[:-4], "--quantization", "int1", *SMALL)
+    assert (out.exit_code, "quant is 'int1', expected 'fp8'" in out.stderr) == (2, True)
 
 
 def test_the_plan_command(folder) -> None:
