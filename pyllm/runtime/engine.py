@@ -111,18 +111,18 @@ class Engine:
         self.pool = BlockPool(count)
         room = {"max_batch": max_batch, "max_pages": min(max_pages, count - 1), "page_size": page_size, "device": self.device}
         rows = Rows(**room)  # type: ignore[arg-type]  # (no request can hold more pages than the pool has)
-        buffers = StepBuffers(max_tokens=max_batch * (1 + draft_len) + chunk, pages=count, vocab=spec.vocab_size, **room)  # type: ignore[arg-type]
+        most = max_batch * (1 + draft_len) + chunk
+        buffers = StepBuffers(max_tokens=most, pages=count, vocab=spec.vocab_size, **room)  # type: ignore[arg-type]
         shaper = Shaper(max_batch=max_batch, vocab=spec.vocab_size, device=self.device)
         self._scheduler = Scheduler(self.pool, rows, page_size=page_size, max_batch=max_batch, chunk=chunk, reserve=reserve, reuse=reuse)
         cuda = self.device.type == "cuda"
         decode = check_sizes("graph_sizes", graph_sizes if graph_sizes is not None else default_sizes(max_batch) if cuda else (), max_batch)
-        mixed = check_sizes("mixed_sizes", mixed_sizes, max_batch + chunk)
+        mixed = check_sizes("mixed_sizes", mixed_sizes, most)
         self._runner = Runner(module, self.kv, rows, buffers, shaper, decode, mixed)
         if cuda:
             self._runner.capture(progress)
         self.dtype, self.max_batch, self.chunk, self.reserve = dtype, max_batch, chunk, reserve
-        self._draft = (draft_len, draft_ngram)
-        self.drafted = self.accepted = 0  # guessed tokens, and how many of them were right
+        self._draft, self.drafted, self.accepted = (draft_len, draft_ngram), 0, 0  # guessed tokens, and how many of them were right
         self.overlap = (cuda if overlap is None else overlap) and not draft_len
         self._flights: deque[Flight] = deque()
         self._next_id, self._vocab = 0, spec.vocab_size

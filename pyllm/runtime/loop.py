@@ -6,6 +6,8 @@ import threading
 import time
 from collections import deque
 
+import torch
+
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.request import Request
 
@@ -47,6 +49,8 @@ class EngineLoop:
 
     def _run(self) -> None:
         engine = self.engine
+        if engine.device.type == "cuda":
+            torch.cuda.set_device(engine.device)  # a thread begins on the first one
         while self.closed is None:
             self._wake.clear()
             while self._inbox:

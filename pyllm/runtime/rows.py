@@ -40,6 +40,7 @@ class Rows:
         self._seed = torch.zeros(max_batch, 2, dtype=torch.int32, device=device)
         self._table = torch.zeros(max_batch, max_pages, dtype=torch.int32, device=device)
         self._page = torch.zeros(max_batch, 1, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(max_batch, dtype=torch.int32, device=device)  # where the token at `position` goes
         self._starts = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
         self._staged: dict[int, Request | None] = {}
         self._chosen: dict[int, int] = {}
@@ -95,7 +96,7 @@ class Rows:
         moves, self._moves = self._moves, []
         if moves:
             source, target = to_device(moves, self.device).unbind(1)
-            for t, dim in ((self.token, 0), (self._scalars, 1), (self._seed, 0), (self._table, 0)):
+            for t, dim in ((self.token, 0), (self._slots, 0), (self._scalars, 1), (self._seed, 0), (self._table, 0)):
                 t.index_copy_(dim, target, t.index_select(dim, source))
         if self._staged:
             host = torch.zeros(len(self._staged), _HEAD + self._width, dtype=torch.int32, pin_memory=self.device.type == "cuda")
@@ -111,17 +112,15 @@ class Rows:
                 self._chosen.clear()
             self._table.index_copy_(0, rows, new[:, _HEAD:])
             self._staged.clear()
+            self._place(len(self.requests))
         return moves
 
     def batch(self, n: int, caches: dict[int, KvCache]) -> Batch:
-        """A decode step of rows 0 .. n - 1, made on the device: four small kernels, no copy."""
-        position = self._scalars[POSITION, :n]
-        page = torch.bitwise_right_shift(position, self._shift, out=self._page[:n, 0]).unsqueeze(1)
-        slots = torch.add(position & self._mask, self._table[:n].gather(1, page).squeeze(1), alpha=self._mask + 1)
+        """A decode step of rows 0 .. n - 1: all of it is there already."""
         return Batch(
             ids=self.token[:n],
-            positions=position,
-            slots=slots,
+            positions=self._scalars[POSITION, :n],
+            slots=self._slots[:n],
             q_starts=self._starts[: n + 1],
             kv_lens=self._scalars[KV_LEN, :n],
             page_table=self._table[:n],
@@ -129,19 +128,30 @@ class Rows:
             max_q=1,
         )
 
+    def move_on(self, n: int) -> None:
+        """Rows 0 .. n - 1 go one position further. It needs no token, so it may run beside the sampling."""
+        self._scalars[POSITION:ACTIVE, :n].add_(self._scalars[ACTIVE, :n])
+        self._place(n)
+
+    def _place(self, n: int) -> None:
+        position, slots = self._scalars[POSITION, :n], self._slots[:n]
+        torch.bitwise_right_shift(position, self._shift, out=self._page[:n, 0])
+        torch.bitwise_and(position, self._mask, out=slots)
+        slots.add_(self._table[:n].gather(1, self._page[:n]).squeeze(1), alpha=self._mask + 1)
+
+    def take(self, n: int, tokens: Tensor) -> None:
+        """Rows 0 .. n - 1 have sampled `tokens`; a failed row (-1) goes on with token 0 until the host ends it."""
+        torch.clamp(tokens, min=0, out=self.token[:n])
+
     def tables(self, rows: Tensor) -> Tensor:
         """Page tables of these rows, at full width."""
         return self._table.index_select(0, rows)
 
-    def advance(self, n: int, tokens: Tensor) -> None:
-        """Rows 0 .. n - 1 have sampled `tokens`; a failed row (-1) goes on with token 0 until the host ends it."""
-        torch.clamp(tokens, min=0, out=self.token[:n])
-        self._scalars[POSITION:ACTIVE, :n].add_(self._scalars[ACTIVE, :n])
-
     def advance_some(self, rows: Tensor, tokens: Tensor) -> None:
-        """The same for rows (int64) of a step that was packed by the host."""
+        """The named rows (int64) have sampled `tokens` in a step that was packed by the host, and go one position further."""
         self.token.index_copy_(0, rows, tokens.clamp_min(0))
         self._scalars[POSITION:ACTIVE].index_add_(1, rows, self._scalars[ACTIVE].index_select(0, rows).expand(ACTIVE, -1))
+        self._place(self.top)
 
     def sampling(self, rows: Tensor | int) -> dict[str, Tensor]:
         """Arguments of `sample_tokens` for the first rows (an int) or the named ones (int64)."""
