@@ -7,12 +7,13 @@ from pyllm.ops.attention import paged_attention
 from pyllm.ops.decode import decode_attention, merge_states
 from pyllm.ops.dense import dense_linear, linear_fp8, linear_int8
 from pyllm.ops.fused import act, act_mul, embed_tokens, softcap
-from pyllm.ops.gemm import linear
+from pyllm.ops.gemm import linear, norm_linear
 from pyllm.ops.moe import moe_experts, route_experts
 from pyllm.ops.norm import layer_norm, quantize_fp8, rms_norm
 from pyllm.ops.rope import qk_norm_rope_append
 from pyllm.ops.sampling import sample_tokens, token_logprobs
 from pyllm.ops.simple import simple_attention, variant_attention
+from pyllm.ops.skinny import skinny_linear
 
 _native.load()
 
@@ -28,6 +29,7 @@ __all__ = [
     "linear_int8",
     "merge_states",
     "moe_experts",
+    "norm_linear",
     "paged_attention",
     "qk_norm_rope_append",
     "quantize_fp8",
@@ -35,6 +37,7 @@ __all__ = [
     "route_experts",
     "sample_tokens",
     "simple_attention",
+    "skinny_linear",
     "softcap",
     "token_logprobs",
     "variant_attention",

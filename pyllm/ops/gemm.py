@@ -1,4 +1,7 @@
-"""Matrix products: the fixed contract of every Linear. On CUDA a torch composition (cuBLAS) until the kernels of csrc/gemm exist."""
+"""Matrix products: the fixed contract of every Linear, and the product with the norm before it and the activation behind it.
+
+On CUDA both choose: few rows go to the kernel `skinny_linear`, the rest to cuBLAS and the separate ops.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyllm.ops.fused import ACTS, activation
+from pyllm.ops.norm import layer_norm, rms_norm
 from pyllm.ops.registry import check, define
+from pyllm.ops.skinny import skinny_serves
 
+NORMS = {"rms": 0, "layer": 1}
+"""Names of the norms and their numbers in the op schema."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -16,13 +24,54 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Shapes: x `[T, K]`, weight `[N, K]`, bias `[N]` -> y `[T, N]`. Dtypes: one of bf16, fp16, fp32 for all; accumulation in fp32, one
     rounding.
-    Errors: sizes or dtypes that disagree, by name. CUDA: cuBLAS through torch.
+    Errors: sizes or dtypes that disagree, by name. CUDA: `skinny_linear` for up to 64 rows of bf16 or fp16 where it serves the operands
+    (sm_90, dense rows at multiples of 16 bytes); otherwise cuBLAS through torch. weight and bias are constants: a kernel may read them
+    before the kernels ahead of it in the stream have finished.
     """
     return torch.ops.pyllm.linear(x, weight, bias)
 
 
-def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    op = "linear"
+def norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_bias: Tensor | None = None,
+    act: str | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+    kind: str = "rms",
+) -> Tensor:
+    """`y = act(norm(x) weight^T + bias) + residual`; gated: `act(gate) * up + residual`, the weight's first half of rows the gate.
+
+    Args:
+        x: `[T, K]` bf16, fp16 or fp32 rows, as the norm takes them (`rms_norm`, `layer_norm`); eps and norm_weight `[K]` too.
+        weight: `[N, K]` of x.dtype; gated: N = 2F, a multiple of 16. bias: `[N]` of x.dtype.
+        norm_bias: `[K]` of norm_weight's dtype, with kind="layer" alone.
+        act: one of `ACTS`, or None.
+        residual: `[T, N]` (gated `[T, F]`) rows of x.dtype; not changed.
+        kind: "rms" or "layer".
+
+    Returns:
+        `[T, N]` (gated `[T, F]`) of x.dtype, contiguous.
+
+    Rounding: the rows that are multiplied are rounded to x.dtype once, as `norm(x)`, or, where one kernel does it all (kind="rms",
+    bf16, up to 64 rows, operands that `skinny_linear` serves), as `x * norm_weight` with the row's factor behind the sum. There the
+    result is rounded once; the separate ops, which serve everything else on CUDA, round the product, the activation and the sum with
+    the residual.
+
+    Raises:
+        ValueError (RuntimeError on CUDA): sizes, dtypes, strides or alignment, arguments that do not belong together.
+    """
+    check(act is None or act in ACTS, "norm_linear", "act", f"is {act!r}, expected None or one of {', '.join(ACTS)}")
+    check(kind in NORMS, "norm_linear", "kind", f"is {kind!r}, expected one of {', '.join(NORMS)}")
+    number = -1 if act is None else ACTS[act]
+    return torch.ops.pyllm.norm_linear(x, norm_weight, eps, weight, bias, norm_bias, number, gated, residual, NORMS[kind])
+
+
+def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, op: str = "linear") -> None:
     check(x.dim() == 2, op, "x", f"has {x.dim()} dimensions, expected 2")
     check(x.dtype in FLOATS, op, "x", f"is {x.dtype}, expected bfloat16, float16 or float32")
     check(weight.dim() == 2, op, "weight", f"has {weight.dim()} dimensions, expected 2")
@@ -43,11 +92,121 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+def _linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    _check_linear(x, weight, bias)
+    if skinny_serves(x, weight):
+        return torch.ops.pyllm.skinny_linear(x, weight, None if bias is None else bias.contiguous())
+    return F.linear(x, weight, bias)
+
+
+def _check_norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    act: int,
+    gated: bool,
+    residual: Tensor | None,
+    kind: int,
+) -> int:
+    """Columns of the result. The norm checks its own arguments."""
+    op = "norm_linear"
+    _check_linear(x, weight, bias, op)
+    n = weight.shape[0]
+    check(-1 <= act <= 3, op, "act", f"is {act}, expected -1 to 3 (none, silu, gelu, gelu_tanh, relu2)")
+    check(kind in NORMS.values(), op, "kind", f"is {kind}, expected 0 (rms) or 1 (layer)")
+    check(norm_bias is None or kind == NORMS["layer"], op, "norm_bias", "is given, expected None unless kind is 1 (layer)")
+    check(norm_weight.shape == x.shape[1:], op, "norm_weight", f"has shape {tuple(norm_weight.shape)}, expected K={x.shape[1]} (from x)")
+    check(not gated or n % 16 == 0, op, "weight", f".size(0) is {n}, expected a multiple of 16 with gated")
+    check(not gated or act >= 0, op, "act", "is missing, expected one with gated")
+    columns = n // 2 if gated else n
+    if residual is not None:
+        want = (x.shape[0], columns)
+        check(residual.shape == want, op, "residual", f"has shape {tuple(residual.shape)}, expected {want}")
+        check(residual.dtype == x.dtype, op, "residual", f"is {residual.dtype}, expected {x.dtype} like x")
+    return columns
+
+
+def _norm_linear_reference(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    act: int = -1,
+    gated: bool = False,
+    residual: Tensor | None = None,
+    kind: int = 0,
+) -> Tensor:
+    _check_norm_linear(x, weight, bias, norm_weight, norm_bias, act, gated, residual, kind)
+    h = rms_norm(x, norm_weight, eps) if kind == NORMS["rms"] else layer_norm(x, norm_weight, norm_bias, eps)
+    y = h.float() @ weight.float().T
+    if bias is not None:
+        y = y + bias.float()
+    if gated:
+        gate, up = y.chunk(2, dim=1)
+        y = activation(gate, act) * up
+    elif act >= 0:
+        y = activation(y, act)
+    return (y if residual is None else y + residual.float()).to(x.dtype)
+
+
+def _norm_linear_fake(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    act: int = -1,
+    gated: bool = False,
+    residual: Tensor | None = None,
+    kind: int = 0,
+) -> Tensor:
+    columns = _check_norm_linear(x, weight, bias, norm_weight, norm_bias, act, gated, residual, kind)
+    return x.new_empty(x.shape[0], columns)
+
+
+def _norm_linear_cuda(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    act: int = -1,
+    gated: bool = False,
+    residual: Tensor | None = None,
+    kind: int = 0,
+) -> Tensor:
+    _check_norm_linear(x, weight, bias, norm_weight, norm_bias, act, gated, residual, kind)
+    if kind == NORMS["rms"] and x.dtype == torch.bfloat16 and skinny_serves(x, weight) and norm_weight.data_ptr() % 16 == 0:
+        return torch.ops.pyllm.skinny_linear(x, weight, bias, residual, None, None, act, gated, 0.0, norm_weight, eps)
+    h = rms_norm(x, norm_weight, eps) if kind == NORMS["rms"] else layer_norm(x, norm_weight, norm_bias, eps)
+    y = torch.ops.pyllm.linear(h, weight, bias)
+    if gated:
+        y = torch.ops.pyllm.act_mul(y, act)
+    elif act >= 0:
+        y = torch.ops.pyllm.act(y, act)
+    return y if residual is None else y + residual
+
+
 define(
     "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
     stem="gemm/linear",
     public="pyllm.ops.gemm.linear",
     reference=_linear_reference,
     fake=_linear_fake,
-    composition=_linear_reference,
+    composition=_linear_cuda,
+)
+define(
+    "norm_linear(Tensor x, Tensor norm_weight, float eps, Tensor weight, Tensor? bias=None, Tensor? norm_bias=None, int act=-1,"
+    " bool gated=False, Tensor? residual=None, int kind=0) -> Tensor",
+    stem="gemm/norm_linear",
+    public="pyllm.ops.gemm.norm_linear",
+    reference=_norm_linear_reference,
+    fake=_norm_linear_fake,
+    composition=_norm_linear_cuda,
 )

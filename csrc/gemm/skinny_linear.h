@@ -1,0 +1,34 @@
+// Parameters of the skinny GEMM (few rows of x): y = epilogue(x w^T).
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "common/params.h"
+#include "gemm/epilogue_params.h"
+
+namespace pyllm {
+
+constexpr int kSkinnyRows = 64;  // the largest M
+
+struct SkinnyLinearParams {
+  const void* x;  // [M, K] of dtype; base and row stride multiples of 16 bytes
+  const void* w;  // [N, K] of dtype, the same alignment; gated: N = 2F rows, gate first
+  void* out;      // [M, N] (gated [M, F]) of out_dtype, contiguous
+  int64_t m;      // 1 .. kSkinnyRows
+  int64_t n;      // rows of w; gated: a multiple of 16
+  int64_t k;
+  int64_t x_stride;  // elements
+  int64_t w_stride;
+  DType dtype;      // bf16, fp16, e4m3
+  DType out_dtype;  // bf16, fp16: dtype where that is one of them
+  bool gated;
+  const void* norm_weight = nullptr;  // [K] of dtype or fp32, at a multiple of 16 bytes: RMSNorm of x first; bf16 alone
+  bool norm_fp32 = false;
+  float eps = 0.f;
+  gemm::EpilogueParams epilogue;
+};
+
+void skinny_linear(const SkinnyLinearParams& p, cudaStream_t stream);
+
+}  // namespace pyllm
