@@ -163,7 +163,6 @@ class Engine:
     def enqueue(self, request: Request) -> Request:
         request.request_id = self._next_id
         self._next_id += 1
-        request.after = request.after if self._scheduler.reuse else None
         request.watched = request.streaming or request.text is not None
         self._scheduler.enqueue(request)
         return request

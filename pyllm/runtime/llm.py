@@ -221,7 +221,7 @@ class LLM:
         requests: list[Request] = []
         for index in range(params.samples):
             request = self._engine.prepare(ids, params, priority=priority, salt=salt or "")
-            request.index, request.streaming, request.after = index, streaming, requests[0] if requests else None
+            request.index, request.streaming = index, streaming
             if params.stop:
                 assert self.tokenizer is not None
                 include, skip = params.include_stop_str_in_output, params.skip_special_tokens

@@ -64,7 +64,6 @@ class Request:
     sampled: int = field(default=0, repr=False)  # samples launched; the last one may still be under way
     ends: frozenset[int] = field(default=frozenset(), repr=False)
     watched: bool = field(default=False, repr=False)  # someone looks at each of its tokens
-    after: Request | None = field(default=None, repr=False)  # admitted once that one's prompt is in the prefix cache
 
     @property
     def finished(self) -> bool:

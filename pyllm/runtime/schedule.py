@@ -125,24 +125,35 @@ class Scheduler:
                 self.rows.clear(request)
 
     def _admit(self) -> None:
-        while self.waiting and self.rows.count < self.max_batch:
-            request = self.waiting[0]
+        """Requests in their order, until one does not fit; one whose beginning another is just computing is passed over until then."""
+        if not self.waiting:
+            return
+        coming = {k for r in self._prefilling if self.reuse and r.named >= 0 for k in r.keys[r.named :]}
+        at = 0
+        while at < len(self.waiting) and self.rows.count < self.max_batch:
+            request = self.waiting[at]
             if request.sampled != len(request.token_ids):
                 return  # preempted a moment ago: its last token is still under way
-            if request.after is not None and not (request.after.decoding or request.after.finished):
-                return
             request.sync_tokens()
-            if not self._take_pages(request):
+            fits = self._take_pages(request, coming)
+            if fits is None:
+                at += 1
+                continue
+            if not fits:
                 return
             if not request.timing.admitted:
                 request.seed = secrets.randbelow(MAX_SEED + 1) if request.params.seed is None else request.params.seed
                 request.timing.admitted = time.perf_counter()
             self.rows.assign(request)
-            self.running.append(self.waiting.pop(0))
+            self.running.append(self.waiting.pop(at))
             self._prefilling.append(request)
+            coming.update(request.keys[request.named :] if self.reuse else ())
 
-    def _take_pages(self, request: Request) -> bool:
-        """Pages for all that the request may need, or (not reserving) for its known tokens and the next; known prefixes from the cache."""
+    def _take_pages(self, request: Request, coming: set[bytes]) -> bool | None:
+        """Pages for all that the request may need, or (not reserving) for its known tokens and the next; known prefixes from the cache.
+
+        False: there are too few. None: the next page of its prefix is coming.
+        """
         target = request.length
         need = self.pages_needed(request)
         need = need if self.reserve else min(need, target // self.page_size + 1)
@@ -151,6 +162,9 @@ class Scheduler:
             full = (target - 1) // self.page_size  # the last known token is computed in any case: its logits are wanted
             extend_keys(request.keys, root_key(request.salt), request.tokens, full, self.page_size)
             found = self.pool.match(b"".join(request.keys[:full]))
+            if len(found) < full and request.keys[len(found)] in coming:
+                self.pool.free(found)
+                return None
         if need - len(found) > self.pool.available:
             self.pool.free(found)
             return False

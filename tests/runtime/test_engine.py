@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from pyllm.runtime import pack, pool
 from pyllm.runtime.engine import Engine
+from pyllm.runtime.graph import graph_sizes
 from pyllm.runtime.params import SamplingParams
 from tests.runtime.fake import EOS, NAN_TOKEN, VOCAB, FakeModel, FakeSpec, expected, hashed
 
@@ -342,6 +344,18 @@ def test_the_twins_are_chosen_where_the_native_module_is_missing() -> None:
     code = "import sys; sys.modules['pyllm._runtime'] = None; from pyllm.runtime import host; print(host.NATIVE, host.BlockPool.__module__)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.split() == ["False", "pyllm.runtime.pool"]
+
+
+def test_graph_sizes_pad_by_little() -> None:
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(33) == [1, 2, 4, 8, 16, 24, 32, 33]
+    for most in (7, 256, 300, 1024, 5000):
+        sizes = graph_sizes(most)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == min(most, 1024)
+        assert all(b - a <= max(8, a / 8) for a, b in itertools.pairwise(sizes))
+    for name, bad in (("graph_sizes", [5]), ("mixed_sizes", [0]), ("graph_sizes", [True])):
+        with pytest.raises(ValueError, match=f"Engine: {name} holds"):
+            make(**{name: bad})
 
 
 def test_the_pool_is_sized_in_pages_or_tokens_or_by_the_batch() -> None:

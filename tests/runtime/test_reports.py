@@ -100,6 +100,22 @@ def test_requests_that_share_a_prefix_survive_preemption(folder) -> None:
         assert stats["used_pages"] == 0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_shared_prefix_is_computed_once_also_by_requests_that_come_together(overlap) -> None:
+    model = FakeModel()
+    engine = make(model, max_batch=8, chunk=40, overlap=overlap)
+    prefix = list(range(48))
+    requests = [engine.submit([*prefix, n], SamplingParams(max_tokens=1)) for n in range(8)]
+    short = engine.submit([1, 2], SamplingParams(max_tokens=1))  # is not held up by those who wait for the prefix
+    engine.run()
+    assert sum(tokens for tokens, _, _ in model.steps) == 48 + 8 + 2
+    assert [r.cached_tokens for r in requests] == [0] + [48] * 7
+    assert short.timing.first_token <= requests[0].timing.first_token
+    for r in requests:
+        assert r.token_ids == expected(r.prompt_token_ids, 1, 120)
+    assert_idle(engine)
+
+
 def test_a_thousand_requests_with_random_aborts_leave_nothing_behind() -> None:
     rng = random.Random(5)
     engine = make(pages=30, max_batch=6, chunk=40, overlap=True, reserve=False)
