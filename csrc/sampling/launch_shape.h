@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/launch.h"
+#include "sampling/row.cuh"
 
 namespace pyllm::sampling {
 
@@ -20,21 +21,23 @@ struct Spread {
   int cluster;
   int64_t slice;  // tokens per CTA, a multiple of 8
   int64_t held;   // tokens in shared memory, a multiple of kHeldStep
+  int64_t tops;   // bytes for Row::tops behind them
 };
 
 inline Spread spread_row(int64_t rows, int64_t vocab, int64_t item_size, int64_t work_bytes) {
   int cluster = 1;
   while (cluster < kMaxCtas && rows * cluster * 2 <= kResident && vocab > cluster * kFewTokens) cluster *= 2;
   const int64_t slice = ((vocab + cluster - 1) / cluster + 7) / 8 * 8;
-  const int64_t room = (rows * cluster <= kSms ? kWholeSm : kHalfSm) - work_bytes;
+  const int64_t chunks = (slice + kHeldStep - 1) / kHeldStep, tops = chunks <= kMaxTops ? chunks * kRowThreads * 2 : 0;
+  const int64_t room = (rows * cluster <= kSms ? kWholeSm : kHalfSm) - work_bytes - tops;
   const int64_t steps = std::min((slice + kHeldStep - 1) / kHeldStep, room / item_size / kHeldStep);
-  return {cluster, slice, steps * kHeldStep};
+  return {cluster, slice, steps * kHeldStep, tops};
 }
 
 inline LaunchShape shape_of(const Spread& spread, int64_t rows, int64_t item_size, int64_t work_bytes) {
   return {.grid = dim3(static_cast<unsigned>(rows * spread.cluster)),
           .block = dim3(kRowThreads),
-          .smem = static_cast<size_t>(work_bytes + spread.held * item_size),
+          .smem = static_cast<size_t>(work_bytes + spread.held * item_size + spread.tops),
           .cluster = spread.cluster};
 }
 

@@ -28,7 +28,50 @@ struct Scale {
   float top, inverse;  // log2(e) / temperature
   __device__ __forceinline__ float log2_weight(float x) const { return fminf(__fmul_rn(__fsub_rn(x, top), inverse), 0.f); }
   __device__ __forceinline__ float weight(float x) const { return exp2_fast(log2_weight(x)); }
+  // The same where the maximum is finite.
+  __device__ __forceinline__ float finite_log2_weight(float x) const { return __fmul_rn(__fsub_rn(x, top), inverse); }
   __device__ __forceinline__ uint32_t mass(float x) const { return __float2uint_rn(weight(x) * kMassUnit); }
+};
+
+// Adds numbers of [0, 4] as integers, each rounded to a multiple of 2^-40, bit for bit as __float2ull_rn(x * 2^40) would: 64-bit
+// conversions share the unit that evaluates exp2 and would take a third of its time. Adding 12 leaves the multiple of 2^-20 in the low
+// bits, adding 1.5 * 2^-17 to the rest that of 2^-40. 512 numbers at most (a row of 2^20 in one CTA of 512 threads).
+class FixedSum {
+ public:
+  __device__ __forceinline__ void add(float x) {
+    const float high = __fadd_rn(x, kHigh);
+    const float low = __fadd_rn(__fsub_rn(x, __fsub_rn(high, kHigh)), kLow);
+    high_ += __float_as_uint(high);
+    low_ += __float_as_uint(low);
+  }
+  __device__ __forceinline__ uint64_t total(uint32_t numbers) const {
+    const uint32_t high = high_ - numbers * __float_as_uint(kHigh), low = low_ - numbers * __float_as_uint(kLow);
+    return (static_cast<uint64_t>(high) << 20) + static_cast<uint64_t>(static_cast<int64_t>(static_cast<int32_t>(low)));
+  }
+
+ private:
+  static constexpr float kHigh = 12.f, kLow = 0x1.8p-17f;
+  uint32_t high_ = 0, low_ = 0;
+};
+
+// x >= of(id) for x > logit, or x == logit and id <= last.
+struct Limits {
+  float logit, above;
+  int last;
+  __device__ static Limits make(float logit, int last) {
+    return {logit, from_order_key(order_key(logit) + 1), last};  // for +inf: NaN, which nothing reaches
+  }
+  __device__ __forceinline__ float of(int id) const { return id <= last ? logit : above; }
+  // For the tokens id ... id + 3, in fewer instructions.
+  __device__ __forceinline__ void of(int id, float (&limit)[4]) const {
+    const float all = of(id + 3);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) limit[e] = all;
+    if (static_cast<uint32_t>(last - id) < 3u) {
+#pragma unroll
+      for (int e = 0; e < 3; ++e) limit[e] = of(id + e);
+    }
+  }
 };
 
 // The tokens that are still undecided, and their bins; bin 0 comes first in the order, -1 is outside.
@@ -88,16 +131,21 @@ struct Region {
 template <class T, int kThreads>
 struct Work {
   Exchange exchange;
-  uint32_t counts[kBins];
-  union {  // never alive together: `merged` is read before `found` is written, with a barrier between
-    uint64_t merged[kBins];
-    uint64_t found[kItems];
+  union {  // each member's use ends, with a barrier, before that of another begins
+    uint32_t keys[kThreads];
+    struct {
+      uint32_t counts[kBins];
+      uint64_t merged[kBins];
+    };
+    struct {
+      uint64_t found[kItems];  // this CTA's candidates; in CTA 0 then the list in the order of ids
+      uint64_t items[kItems];
+      uint32_t item_mass[kItems];
+    };
   };
-  uint64_t items[kItems];
-  uint64_t item_ahead[kItems];  // mass of the tokens ahead in the order
-  uint32_t item_mass[kItems];
   uint64_t target, before;  // what count to reach, and how many tokens are ahead of the region
   uint64_t hit_place, hit_before;
+  uint16_t queues[kThreads / 32][64];  // Row::for_each_from
   int hit_bin;
   uint32_t found_count, first_key, last_key;
   Row<T, kThreads> row;
@@ -117,40 +165,47 @@ class Selector {
   static constexpr int kStep = Row<T, kThreads>::kStep;
   static constexpr int kWarps = kThreads / 32;
 
-  // own: the maximum of this thread's tokens. work.row, scale and low are set.
-  __device__ Selector(W& work, Cluster<kThreads>& cluster, float own) : work_(work), cluster_(cluster), own_(own) {}
+  // work.row, scale and low are set.
+  __device__ Selector(W& work, Cluster<kThreads>& cluster) : work_(work), cluster_(cluster) {}
 
-  // The tokens that reach work.low, a bound that k tokens reach, into CTA 0's work.items; how many. 0 if they do not fit. Where it is
-  // not 0, no CTA may use the cluster again.
-  __device__ uint32_t shortlist(uint32_t k) {
-    if (k > kBrief<kThreads>) return 0;
-    if (threadIdx.x == 0) work_.found_count = 0;
-    __syncthreads();
+  // Lists this CTA's tokens that reach work.low in work.found, if they fit; how many, behind the next barrier, is
+  // work.found_count, which was 0.
+  __device__ void find_reaching() {
     const float low = work_.low;
-    const bool active = own_ >= low;
-    if (__any_sync(kAll, active)) {
-      const auto row = work_.row;
-      row.for_each(
-          [&](int i, const float (&x)[kStep]) {
-            if (!active || Row<T, kThreads>::max_of(x) < low) return;
+    const auto row = work_.row;
+    uint64_t* const found = cluster_.size() > 1 ? work_.found : work_.items;
+    row.for_each_from(low, work_.queues, [&](int i, const float (&x)[kStep]) {
+      if (Row<T, kThreads>::max_of(x) < low) return;
 #pragma unroll
-            for (int e = 0; e < kStep; ++e) {
-              if (!(x[e] >= low) || !row.inside(i + e)) continue;
-              const uint32_t at = atomicAdd(&work_.found_count, 1u);
-              if (at < kItems) work_.found[at] = place_of(x[e], row.id(i + e));
-            }
-          },
-          active);
+      for (int e = 0; e < kStep; ++e) {
+        if (x[e] < low || !row.inside(i + e)) continue;
+        const uint32_t at = atomicAdd(&work_.found_count, 1u);
+        if (at < kItems) found[at] = place_of(x[e], row.id(i + e));
+      }
+    });
+  }
+
+  // The found tokens of all CTAs into CTA 0's work.items; how many. 0 if they do not fit. Where it is not 0, only CTA 0 may use the cluster
+  // again. ahead: how many the CTAs before this one found, all: how many there are.
+  __device__ uint32_t collect(uint32_t ahead, uint32_t all) {
+    if (all > kItems) return 0;
+    if (cluster_.size() == 1) return all;
+    const uint32_t n = work_.found_count;
+    for (uint32_t i = threadIdx.x; i < n; i += kThreads) send(&work_.items[ahead + i], cluster_.ready(kList), 0, work_.found[i]);
+    if (cluster_.rank() == 0) {
+      if (threadIdx.x == 0) cluster_.expect(kList, all * sizeof(uint64_t));
+      cluster_.wait(kList);
     }
-    __syncthreads();
-    cluster_.publish(kGatherSlot, {work_.found_count, 0});
-    uint32_t count = 0;
-    for (uint32_t r = 0; r < cluster_.size(); ++r) count += static_cast<uint32_t>(cluster_.slot(kGatherSlot, r).a);
-    if (count > kItems) return 0;
-    if (cluster_.rank() == 0) pull();
-    cluster_arrive();
-    if (cluster_.rank() != 0) cluster_wait();  // CTA 0 reads this CTA's shared memory
-    return count;
+    return all;
+  }
+
+  // The tokens that reach work.low, a bound that k tokens reach, as collect().
+  __device__ uint32_t shortlist() {
+    find_reaching();
+    cluster_.publish(kGatherSlot, [&] { return Slot{work_.found_count, 0}; });
+    const uint32_t theirs = static_cast<uint32_t>(cluster_.lane_slot(kGatherSlot).a);
+    const uint32_t all = __reduce_add_sync(kAll, theirs);
+    return collect(__reduce_add_sync(kAll, threadIdx.x % 32 < cluster_.rank() ? theirs : 0u), all);
   }
 
   // The place of the k-th token, 0 < k < V.
@@ -207,7 +262,7 @@ class Selector {
       if (lane == 0 && before + ahead + 1 == target) work_.hit_place = mine;
     }
     __syncthreads();
-    cluster_.publish(kCountSlot, {work_.hit_place, 0});
+    cluster_.publish(kCountSlot, [&] { return Slot{work_.hit_place, 0}; });
     uint64_t hit = 0;
     for (uint32_t r = 0; r < cluster_.size(); ++r) hit = max(hit, cluster_.slot(kCountSlot, r).a);
     return hit;
@@ -229,7 +284,7 @@ class Selector {
     __syncthreads();
     const Region region = work_.region;
     const auto row = work_.row;
-    row.for_each([&](int i, const float (&x)[kStep]) {
+    row.for_each_four([&](int i, const float (&x)[kStep]) {
 #pragma unroll
       for (int e = 0; e < kStep; ++e) {
         const int bin = row.inside(i + e) ? region.bin(x[e], row.id(i + e)) : -1;
@@ -260,13 +315,9 @@ class Selector {
     uint64_t own[kPer], sum = 0;
 #pragma unroll
     for (int i = 0; i < kPer; ++i) sum += own[i] = work_.merged[threadIdx.x * kPer + i];
-    uint64_t scan = sum;  // inclusive over the warp
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const uint64_t left = __shfl_up_sync(kAll, scan, offset);
-      if (threadIdx.x % 32 >= offset) scan += left;
-    }
-    uint64_t* parts = work_.exchange.parts;
+    const uint64_t scan = warp_scan(sum);
+    uint64_t* const parts = work_.exchange.parts[0];
+    __syncthreads();  // the parts of a reduction have been read
     if (threadIdx.x % 32 == 31) parts[threadIdx.x / 32] = scan;
     __syncthreads();
     const uint64_t target = work_.target, before = work_.before;
@@ -292,27 +343,25 @@ class Selector {
     __syncthreads();
     uint32_t high = 0, low = 0xffffffffu;
     const Region region = work_.region;
-    if (__any_sync(kAll, region.reaches(own_, last))) {
-      const auto row = work_.row;
-      row.for_each([&](int i, const float (&x)[kStep]) {
-        if (!__any_sync(kAll, region.reaches(Row<T, kThreads>::max_of(x), last))) return;
+    const auto row = work_.row;
+    row.for_each_four([&](int i, const float (&x)[kStep]) {
+      if (!__any_sync(kAll, region.reaches(Row<T, kThreads>::max_of(x), last))) return;
 #pragma unroll
-        for (int e = 0; e < kStep; ++e) {
-          const uint32_t id = row.id(i + e);
-          const int bin = row.inside(i + e) ? region.bin(x[e], id) : -1;
-          const uint64_t place = place_of(x[e], id);
-          const bool take = bin >= first && bin <= last && bin >= 0 && place >= cut;
-          if (take) {
-            high = max(high, static_cast<uint32_t>(place >> 32));
-            low = min(low, static_cast<uint32_t>(place >> 32));
-          }
-          append(take, place);
+      for (int e = 0; e < kStep; ++e) {
+        const uint32_t id = row.id(i + e);
+        const int bin = row.inside(i + e) ? region.bin(x[e], id) : -1;
+        const uint64_t place = place_of(x[e], id);
+        const bool take = bin >= first && bin <= last && bin >= 0 && place >= cut;
+        if (take) {
+          high = max(high, static_cast<uint32_t>(place >> 32));
+          low = min(low, static_cast<uint32_t>(place >> 32));
         }
-      });
-    }
-    const uint64_t keys = static_cast<uint64_t>(cluster_.block_all(high, Max())) << 32;
-    low = cluster_.block_all(low, Min());
-    cluster_.publish(kGatherSlot, {work_.found_count, keys | low});
+        append(take, place);
+      }
+    });
+    const Span span = cluster_.block_span(low, high);
+    cluster_.publish(kGatherSlot, [&] { return Slot{work_.found_count, static_cast<uint64_t>(span.max) << 32 | span.min}; });
+    if (cluster_.size() > 1) cluster_sync();  // peers' lists are read
     return pull();
   }
 
@@ -338,16 +387,13 @@ class Selector {
       work_.last_key = low;
     }
     if (count > kItems) return count;
-    const Scale scale = work_.scale;
     // One warp per peer: the remote reads of all peers are in flight together.
     for (uint32_t r = threadIdx.x / 32; r < cluster_.size(); r += kWarps) {
       uint32_t at = 0;
       for (uint32_t s = 0; s < r; ++s) at += static_cast<uint32_t>(cluster_.slot(kGatherSlot, s).a);
       const uint32_t n = static_cast<uint32_t>(cluster_.slot(kGatherSlot, r).a);
       for (uint32_t i = threadIdx.x % 32; i < n; i += 32) {
-        const uint64_t place = load_peer(&work_.found[i], r);
-        work_.items[at + i] = place;
-        work_.item_mass[at + i] = scale.mass(value_of(place));
+        work_.items[at + i] = load_peer(&work_.found[i], r);
       }
     }
     __syncthreads();
@@ -356,7 +402,6 @@ class Selector {
 
   W& work_;
   Cluster<kThreads>& cluster_;
-  const float own_;
 };
 
 }  // namespace pyllm::sampling

@@ -17,49 +17,48 @@ struct LogprobsWork : Work<T, kThreads> {
   float token_logit;
   int token;      // -1: outside [0, V)
   float log_sum;  // logsumexp - maximum
+  Slot warp_sum[kMaxWarps];
 };
 
-// Sum of the weights and number of tokens ahead of the given one, over the cluster.
+// This CTA's sum of the weights and number of tokens ahead of the given one, into work.
 template <class T, int kThreads>
-__device__ Slot sum_and_rank(const LogprobsWork<T, kThreads>& work, Cluster<kThreads>& cluster) {
+__device__ void sum_and_rank(LogprobsWork<T, kThreads>& work) {
   const Row<T, kThreads> row = work.row;
   const Scale scale = work.scale;
   const float logit = work.token_logit;
   const uint32_t token = static_cast<uint32_t>(work.token);
   uint64_t total = 0;
   uint32_t ahead = 0;
-  row.for_each([&](int i, const float (&x)[4]) {
-    float sum = 0.f;
+  // Not past the slice's end, where -inf stands for tokens that are not this CTA's.
+  const Limits limits = Limits::make(logit, min(static_cast<int>(token), row.first + row.count) - 1);
+  const auto count = [&](int i, const float (&x)[4]) {
+    float limit[4];
+    limits.of(static_cast<int>(row.id(i)), limit);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      sum += scale.weight(x[e]);
-      ahead += x[e] > logit || (x[e] == logit && row.id(i + e) < token && row.inside(i + e));
-    }
-    total += __float2ull_rn(sum * kTotalUnit);
-  });
-  total = cluster.block_all(total, Sum());
-  ahead = cluster.block_all(ahead, Sum());
-  cluster.publish(kLastSlot, {total, ahead});
-  Slot all{0, 0};
-  for (uint32_t r = 0; r < cluster.size(); ++r) {
-    all.a += cluster.slot(kLastSlot, r).a;
-    all.b += cluster.slot(kLastSlot, r).b;
+    for (int e = 0; e < 4; ++e) ahead += x[e] >= limit[e] ? 1 : 0;
+  };
+  if (isfinite(scale.top)) {
+    FixedSum fixed;
+    row.for_each([&](int i, const float (&x)[4]) {
+      float sum = 0.f;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum += exp2_fast(scale.finite_log2_weight(x[e]));
+      fixed.add(sum);
+      count(i, x);
+    });
+    total = fixed.total(4 * row.chunks_of(threadIdx.x / 32));
+  } else {
+    row.for_each_four([&](int i, const float (&x)[4]) {
+      float sum = 0.f;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum += scale.weight(x[e]);
+      total += __float2ull_rn(sum * kTotalUnit);
+      count(i, x);
+    });
   }
-  return all;
-}
-
-// The first n tokens and perhaps others into CTA 0's work.items.
-template <class T, int kThreads>
-__device__ uint32_t first_tokens(LogprobsWork<T, kThreads>& work, Cluster<kThreads>& cluster, float own, int n, int vocab) {
-  Selector<T, kThreads> selector(work, cluster, own);
-  uint64_t last = 0;
-  if (n < vocab) {
-    if (const uint32_t listed = selector.shortlist(n)) return listed;
-    last = selector.place_of_kth(n);
-  }
-  const uint32_t count = selector.gather_from(last);
-  cluster_sync();  // peers read this CTA's tokens: it must not exit before
-  return count;
+  total = warp_sum(total);
+  ahead = __reduce_add_sync(kAll, ahead);
+  if (threadIdx.x % 32 == 0) work.warp_sum[threadIdx.x / 32] = {total, ahead};
 }
 
 template <class T, int kThreads>
@@ -104,7 +103,6 @@ __global__ __launch_bounds__(kThreads, 1024 / kThreads) void token_logprobs_kern
   extern __shared__ __align__(16) unsigned char smem[];
   auto& work = *reinterpret_cast<LogprobsWork<T, kThreads>*>(smem);
   Cluster<kThreads> cluster(work.exchange);
-  cluster_arrive();
   const int64_t at = blockIdx.x / cluster.size();
   const int vocab = static_cast<int>(p.vocab);
   const T* logits = static_cast<const T*>(p.logits) + at * p.row_stride;
@@ -116,30 +114,52 @@ __global__ __launch_bounds__(kThreads, 1024 / kThreads) void token_logprobs_kern
   const float own = row.stage();
   if (threadIdx.x == 0) {
     work.row = row;
+    work.found_count = 0;
     work.token = token >= 0 && token < vocab ? token : -1;
     work.token_logit = work.token >= 0 ? to_float(logits[work.token]) : 0.f;
   }
   pdl_trigger();
-  cluster_wait();  // every CTA of the cluster runs: its shared memory may be written
-  __syncthreads();
+  cluster.open();
 
   const int n = static_cast<int>(min(p.top_n, p.vocab));
-  const Top top = exchange_top(cluster, work.row, own, n);
+  const Top top = exchange_top(cluster, work.row, own, n < vocab ? n : 0, work.keys, reinterpret_cast<uint32_t*>(work.exchange.parts[0]));
   if (!top.valid) {
     if (cluster.rank() == 0) write_invalid<kThreads>(p, at);
     return;
   }
+  const bool brief = n > 0 && n < vocab;
   if (threadIdx.x == 0) {
     work.scale = {top.max, kLog2e};
     work.low = top.low;
   }
   __syncthreads();
-  const Slot all = sum_and_rank(work, cluster);
-  if (threadIdx.x == 0) work.log_sum = logf(static_cast<float>(all.a) * (1.f / kTotalUnit));
-  const uint32_t count = n > 0 ? first_tokens(work, cluster, own, n, vocab) : 0;
+  sum_and_rank(work);
+  Selector<T, kThreads> selector(work, cluster);
+  if (brief) selector.find_reaching();
+  cluster.publish(kGatherSlot, [&] {
+    Slot mine{0, static_cast<uint64_t>(work.found_count) << 32};
+#pragma unroll
+    for (int w = 0; w < kThreads / 32; ++w) {
+      mine.a += work.warp_sum[w].a;
+      mine.b += work.warp_sum[w].b;
+    }
+    return mine;
+  });
+  const uint32_t lane = threadIdx.x % 32;
+  const Slot theirs = cluster.lane_slot(kGatherSlot);
+  const uint64_t total = __shfl_sync(kAll, warp_scan(theirs.a), 31);
+  const uint32_t ahead = __reduce_add_sync(kAll, static_cast<uint32_t>(theirs.b));
+  const uint32_t found = static_cast<uint32_t>(theirs.b >> 32);
+  if (threadIdx.x == 0) work.log_sum = logf(static_cast<float>(total) * (1.f / kTotalUnit));
+  uint32_t count = 0;
+  if (brief) count = selector.collect(__reduce_add_sync(kAll, lane < cluster.rank() ? found : 0u), __reduce_add_sync(kAll, found));
+  if (n > 0 && count == 0) {
+    count = selector.gather_from(brief ? selector.place_of_kth(n) : 0);
+    cluster_sync();  // peers read this CTA's tokens: it must not exit before
+  }
   if (cluster.rank() != 0) return;
   __syncthreads();
-  write_row(p, at, work, count, all.b);
+  write_row(p, at, work, count, ahead);
 }
 
 }  // namespace pyllm::sampling

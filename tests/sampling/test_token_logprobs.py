@@ -120,6 +120,16 @@ def test_batch_invariance(dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("B", [1, 12, 40, 140])
+def test_aligned_rows_over_ragged_slices(B, dtype):
+    """16, 16, 4 and 1 CTAs per row whose slices are no whole chunks: what pads them must not be counted, the more so beside -inf logits."""
+    V = 128256
+    x = torch.stack([row(("masked", "normal", "ties")[b % 3], V) for b in range(B)]).to(dtype)
+    check(x.cuda(), torch.randint(0, V, (B,), dtype=torch.int32), 20, f"B={B}")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("B", [1, 30])
 def test_graph_replay(B):
     x, tokens = torch.randn(B, 32001).cuda(), torch.zeros(B, dtype=torch.int32).cuda()
