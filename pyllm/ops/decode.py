@@ -146,10 +146,10 @@ def _decode_reference(
     _check_decode(q, k_cache, v_cache, page_table, q_starts, kv_lens, window, softcap, sinks, k_scale, v_scale, max_q, mask)
     most = int(q_starts.diff().max()) if len(kv_lens) else 0
     check(most <= max_q, _OP, "max_q", f"is {max_q}, expected at least the {most} query rows of the longest sequence")
-    caches, at = (_as_q(k_cache, q), _as_q(v_cache, q)), (page_table, q_starts, kv_lens, scale)
+    k, v = _as_q(k_cache, q), _as_q(v_cache, q)
     if mask is not None:
-        return _tree_reference(q, *caches, *at, window, softcap, sinks, k_scale, v_scale, mask)
-    return _attention_reference(q, *caches, *at, True, window, softcap, sinks, k_scale, v_scale)
+        return _tree_reference(q, k, v, page_table, q_starts, kv_lens, scale, window, softcap, sinks, k_scale, v_scale, mask)
+    return _attention_reference(q, k, v, page_table, q_starts, kv_lens, scale, True, window, softcap, sinks, k_scale, v_scale)
 
 
 def _decode_fake(
