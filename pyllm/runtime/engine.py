@@ -99,7 +99,9 @@ class Engine:
         if not isinstance(weights, Mapping) and not callable(weights):
             raise ValueError(f"Engine: weights is {weights!r}, expected a mapping of tensors or a bound module")
         module = _bind(spec, weights, self.device, dtype) if isinstance(weights, Mapping) else weights
-        self.max_length = min(spec.max_positions, max_length or spec.max_positions)
+        self.max_length = max_length or spec.max_positions
+        if self.max_length > spec.max_positions:
+            raise ValueError(f"Engine: max_length is {max_length}, expected at most the model's context of {spec.max_positions}")
         max_pages = -(-self.max_length // page_size)
         free = max(free_bytes(self.device) - spare_bytes, 0)
         share = None if memory_share is None and max_tokens is not None else int(free * (memory_share or POOL_SHARE[self.device.type]))
@@ -288,8 +290,7 @@ class Engine:
 
 def _check_sizes(sizes: Mapping[str, int | None]) -> None:
     for name, value in sizes.items():
-        given = value is not None or name in ("max_batch", "chunk", "page_size")
-        if given and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if (value is not None or name in ("max_batch", "chunk", "page_size")) and (type(value) is not int or value < 1):
             raise ValueError(f"Engine: {name} is {value!r}, expected an integer, at least 1")
 
 

@@ -33,7 +33,15 @@ def model():
 
 
 def make(model, **options) -> Engine:
-    common = {"device": "cuda", "dtype": torch.bfloat16, "max_batch": MAX_BATCH, "max_tokens": 16384, "chunk": 2048, "reuse": False}
+    common = {
+        "device": "cuda",
+        "dtype": torch.bfloat16,
+        "max_batch": MAX_BATCH,
+        "max_tokens": 16384,
+        "chunk": 2048,
+        "reuse": False,
+        "mixed_sizes": [64, 512],
+    }
     return Engine(*model, **(common | options))
 
 
