@@ -111,10 +111,10 @@ def _tokenizer(given: Tokenizer | str | Path) -> Tokenizer:
 
 
 def quant_plan(quant: str | QuantPlan) -> QuantPlan:
-    from pyllm.layers import Fp8
-
     if not isinstance(quant, str):
         return quant
+    from pyllm.layers import Fp8
+
     if quant != "fp8":
         raise ValueError(f"quant is {quant!r}, expected 'fp8', or pairs (glob, Format) as in bind")
     return (("*lm_head", None), ("*embed_out", None), ("*", Fp8()))
