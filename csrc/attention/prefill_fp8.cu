@@ -58,6 +58,10 @@ void prefill_attention_fp8(const PrefillAttentionParams& p, cudaStream_t stream)
   switch (p.dim) {
     case 128:
       return pick<TileShape<128, 128, 3, 2, 2>>(p, stream);
+    case 64:
+      return pick<TileShape<64, 128, 4, 3, 3>>(p, stream);
+    case 256:
+      return pick<TileShape<256, 128, 2, 1, 2, 128>>(p, stream);
     default:
       throw std::runtime_error("prefill_attention: q has D=" + std::to_string(p.dim) + ", expected 64, 128 or 256 for float8_e4m3fn");
   }

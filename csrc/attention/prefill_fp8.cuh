@@ -22,13 +22,11 @@
 
 namespace pyllm::fp8 {
 
-constexpr int kTurn = 2;  // named barriers kTurn, kTurn + 1: whose turn it is to issue products
-
 template <class Tile>
 struct Consumer {
-  static constexpr int kS = Tile::kKeys / 2, kO = Tile::kDim / 2, kP = Tile::kKeys / 8;
+  static constexpr int kS = Tile::kKeys / 2, kO = Tile::kDim / 2, kPart = Tile::kChunk / 2, kP = Tile::kKeys / 8;
   using QK = Wgmma<Tile::kKeys>;
-  using PV = Wgmma<Tile::kDim>;
+  using PV = Wgmma<Tile::kChunk>;
 
   static __device__ __forceinline__ void scores(float (&s)[kS], uint64_t q, uint64_t k) {
 #pragma unroll
@@ -39,7 +37,7 @@ struct Consumer {
     }
   }
 
-  static __device__ __forceinline__ void values(float (&part)[kO], uint32_t (&p)[Tile::kKeys / 32][4], uint64_t v) {
+  static __device__ __forceinline__ void values(float (&part)[kPart], uint32_t (&p)[Tile::kKeys / 32][4], uint64_t v) {
 #pragma unroll
     for (int i = 0; i < Tile::kKeys / 32; ++i) {
       PV::template rs<__nv_fp8_e4m3>(part, p[i], descriptor_step(v, i / 4 * Tile::kDim * 128 + i % 4 * 32), i > 0);
@@ -47,10 +45,11 @@ struct Consumer {
   }
 };
 
-template <int Registers>
-__device__ __forceinline__ void promote(float (&o)[Registers], const float (&part)[Registers], const float (&alpha)[2]) {
+// Columns of O from register `at` on.
+template <int All, int Some>
+__device__ __forceinline__ void promote(float (&o)[All], const float (&part)[Some], const float (&alpha)[2], int at = 0) {
 #pragma unroll
-  for (int i = 0; i < Registers; ++i) o[i] = fmaf(o[i], alpha[i / 2 % 2], part[i]);
+  for (int i = 0; i < Some; ++i) o[at + i] = fmaf(o[at + i], alpha[i / 2 % 2], part[i]);
 }
 
 // One work item of a warpgroup: its 64 rows against all of their keys.
@@ -78,10 +77,11 @@ __device__ __forceinline__ void attend(const PrefillAttentionParams& p, const It
   if (leader) barrier_arrive(smem.empty_k(ks.stage));
   ks.next();
   softmax.step(p, item, row, s, tile, alpha);
+  softmax.add(s, alpha);
   softmax.pack(packed, s);
 
+  if (tile > item.first_tile) barrier_wait(smem.full_k(ks.stage), ks.phase);
   for (--tile; tile >= item.first_tile; --tile) {
-    barrier_wait(smem.full_k(ks.stage), ks.phase);
     named_sync(kTurn + group, 256);
     wgmma_fence();
     C::scores(s, q, k_at(ks.stage));
@@ -96,11 +96,14 @@ __device__ __forceinline__ void attend(const PrefillAttentionParams& p, const It
     ks.next();
     float next[2];
     softmax.step(p, item, row, s, tile, next);
+    wgmma_pin(s);
+    if (tile > item.first_tile) barrier_wait(smem.full_k(ks.stage), ks.phase);
     wgmma_wait<0>();
     wgmma_pin(part);
     wgmma_pin(s);
 #pragma unroll
     for (auto& block : packed) wgmma_pin(block);
+    softmax.add(s, next);
     if (leader) barrier_arrive(smem.empty_t(ts.stage));
     ts.next();
     promote(o, part, alpha);
@@ -120,6 +123,52 @@ __device__ __forceinline__ void attend(const PrefillAttentionParams& p, const It
   if (leader) barrier_arrive(smem.empty_t(ts.stage));
   ts.next();
   promote(o, part, alpha);
+}
+
+// The same where S and two sets of O do not fit into registers: a warpgroup's products and its softmax take turns, and only the other
+// warpgroup's softmax hides behind the products.
+template <class Tile, class Softmax>
+__device__ __forceinline__ void attend_wide(const PrefillAttentionParams& p, const Item& item, const Smem<Tile>& smem,
+                                            Ring<Tile::kStagesK>& ks, Ring<Tile::kStagesT>& ts, int group, int row,
+                                            float (&o)[Tile::kDim / 2], Softmax& softmax) {
+  using C = Consumer<Tile>;
+  constexpr uint32_t kGroup = 8 * Tile::kBox;
+  const uint64_t q = smem_descriptor<Tile::kLayout>(smem.q() + group * 64 * Tile::kBox, kGroup);
+  const bool leader = threadIdx.x % 32 == 0;
+  for (int tile = item.last_tile; tile >= item.first_tile; --tile) {
+    float alpha[2];
+    uint32_t packed[Tile::kKeys / 32][4];
+    {
+      float s[C::kS];
+      barrier_wait(smem.full_k(ks.stage), ks.phase);
+      named_sync(kTurn + group, 256);
+      wgmma_fence();
+      C::scores(s, q, smem_descriptor<Tile::kLayout>(smem.k(ks.stage), kGroup));
+      wgmma_commit();
+      named_arrive(kTurn + 1 - group, 256);
+      wgmma_wait<0>();
+      wgmma_pin(s);
+      if (leader) barrier_arrive(smem.empty_k(ks.stage));
+      ks.next();
+      if (leader && tile == item.first_tile) barrier_arrive(smem.empty_q());
+      softmax.step(p, item, row, s, tile, alpha);
+      softmax.add(s, alpha);
+      softmax.pack(packed, s);
+    }
+    barrier_wait(smem.full_t(ts.stage), ts.phase);
+#pragma unroll
+    for (int i = 0; i < Tile::kDim / Tile::kChunk; ++i) {
+      float part[C::kPart];
+      wgmma_fence();
+      C::values(part, packed, smem_descriptor<SmemLayout::kSwizzle128>(smem.t(ts.stage) + i * Tile::kChunk * 128, 1024));
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_pin(part);
+      promote(o, part, alpha, i * C::kPart);
+    }
+    if (leader) barrier_arrive(smem.empty_t(ts.stage));
+    ts.next();
+  }
 }
 
 template <class Tile, bool Capped>
@@ -142,7 +191,11 @@ __device__ __forceinline__ void consume(const PrefillAttentionParams& p, const S
     if (item.last_tile >= item.first_tile) {
       barrier_wait(smem.full_q(), q_phase);
       q_phase ^= 1;
-      attend<Tile>(p, item, smem, ks, ts, group, row, o, softmax);
+      if constexpr (Tile::kWide) {
+        attend_wide<Tile>(p, item, smem, ks, ts, group, row, o, softmax);
+      } else {
+        attend<Tile>(p, item, smem, ks, ts, group, row, o, softmax);
+      }
     }
     float factor[2], lse[2];
     softmax.finish(p, item, factor, lse);

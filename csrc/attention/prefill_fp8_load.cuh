@@ -10,6 +10,9 @@
 
 namespace pyllm::fp8 {
 
+constexpr int kTurn = 2;   // named barriers kTurn, kTurn + 1: whose turn it is to issue products
+constexpr int kClear = 4;  // of the turning warps
+
 template <int Stages>
 struct Ring {
   int stage = 0;
@@ -33,14 +36,16 @@ struct Item {
   int bits_from;               // first key of the custom mask's bits
 };
 
-template <int Dim, int Keys, int StagesK, int StagesV, int StagesT>
+template <int Dim, int Keys, int StagesK, int StagesV, int StagesT, int Chunk = Dim>
 struct TileShape {
   static constexpr int kRows = 128, kDim = Dim, kKeys = Keys;
   static constexpr int kStagesK = StagesK, kStagesV = StagesV, kStagesT = StagesT, kItems = 2;
   static constexpr int kBox = Dim < 128 ? Dim : 128;  // bytes of a row of a TMA box
   static constexpr SmemLayout kLayout = kBox == 128 ? SmemLayout::kSwizzle128 : SmemLayout::kSwizzle64;
   static constexpr int kTurned = (Keys + 127) / 128 * 128 * Dim;  // bytes of a tile of V^T: parts of 128 keys, Dim rows of 128 bytes
-  static constexpr int kPageRows = Keys % 128 == 0 ? 128 : 64;    // most rows of one copy out of a page
+  static constexpr int kChunk = Chunk;                            // columns of O that one product of P and V covers
+  static constexpr bool kWide = Chunk < Dim;                      // see attend_wide
+  static constexpr int kPageRows = Keys % 128 == 0 ? 128 : Keys % 64 == 0 ? 64 : 32;  // most rows of one copy out of a page
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 };
 
@@ -153,7 +158,7 @@ __device__ __forceinline__ void copy_tile(const PrefillAttentionParams& p, const
       }
     }
   } else {
-    const int shift = min(p.page_shift, Tile::kPageRows == 128 ? 7 : 6), rows = 1 << shift;
+    const int shift = min(p.page_shift, Tile::kPageRows == 128 ? 7 : Tile::kPageRows == 64 ? 6 : 5), rows = 1 << shift;
     const int from = max(item.low - tile * Tile::kKeys, 0) >> shift;
     const int upto = (min(item.high - tile * Tile::kKeys, Tile::kKeys) + rows - 1) >> shift;
     if (lane == 0) barrier_arrive_expect(full, (upto - from) * rows * Tile::kDim);
@@ -207,48 +212,50 @@ __device__ __forceinline__ void load(const PrefillAttentionParams& p, const Smem
   }
 }
 
-// Of the two neighbours of 16 bits in `x`, keys `key` and `key + 1`, keeps those in [low, high).
-__device__ __forceinline__ uint32_t keep_keys(uint32_t x, int key, int low, int high) {
-  const uint32_t even = key >= low && key < high ? 0xffffu : 0u, odd = key + 1 >= low && key + 1 < high ? 0xffff0000u : 0u;
-  return x & (even | odd);
-}
-
-// A block is 32 keys x 16 columns of V, and 16 rows x 32 bytes of V^T; the lane's key is its row of V.
+// A block is 32 keys x 16 columns of V, and 16 rows x 32 bytes of V^T; a lane's key is its row of V. Both swizzles are an exclusive or of
+// address bits, so a block's addresses are the first one's with its number in place. Two blocks at a time are what the registers hold.
 template <class Tile>
 struct Turn {
-  static constexpr int kColumns = Tile::kDim / 16, kBlocks = Tile::kKeys / 32 * kColumns;
+  static constexpr int kChunks = Tile::kBox / 16;
+  uint32_t v, t;  // the lane's addresses in the stages at hand
 
-  template <bool Cut>
-  static __device__ __forceinline__ void read(uint32_t (&r)[4], uint32_t v, int block, int low, int high) {
-    const int lane = threadIdx.x % 32, keys = block / kColumns, column = block % kColumns;
-    const int swizzle = Tile::kBox == 128 ? lane % 8 : lane / 2 % 4;
-    const int at = column / (Tile::kBox / 16) * (Tile::kKeys * Tile::kBox) + (keys * 32 + lane) * Tile::kBox;
-    load_matrix_transposed(r, v + at + (column % (Tile::kBox / 16) ^ swizzle) * 16);
-    if constexpr (Cut) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) r[i] = keep_keys(r[i], keys * 32 + 8 * i + lane % 4 * 2, low, high);
-    }
+  __device__ __forceinline__ Turn(uint32_t v_tile, uint32_t t_tile) {
+    const int lane = threadIdx.x % 32;
+    v = v_tile + lane * Tile::kBox + (Tile::kBox == 128 ? lane % 8 : lane / 2 % 4) * 16;
+    t = t_tile + lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16;
   }
-  static __device__ __forceinline__ void write(const uint32_t (&r)[4], uint32_t t, int block) {
-    const int lane = threadIdx.x % 32, keys = block / kColumns, column = block % kColumns;
+  static __device__ __forceinline__ void write(const uint32_t (&r)[4], uint32_t to, int keys) {
     const uint32_t out[4] = {__byte_perm(r[0], r[1], 0x6420), __byte_perm(r[0], r[1], 0x7531), __byte_perm(r[2], r[3], 0x6420),
                              __byte_perm(r[2], r[3], 0x7531)};
-    const int to = keys % 4 * 2 + lane / 16;
-    store_matrix(t + keys / 4 * (Tile::kDim * 128) + column * 2048 + lane % 16 * 128 + (to ^ lane % 8) * 16, out);
+    store_matrix((to ^ keys % 4 * 32) + keys / 4 * (Tile::kDim * 128), out);
   }
-  // Two blocks at a time: as many as fit into a producer's registers.
-  template <bool Cut>
-  static __device__ __forceinline__ void tile(uint32_t v, uint32_t t, int warp, int low, int high) {
+  // Columns warp, warp + 3, ... of 16.
+  __device__ __forceinline__ void tile(int warp) const {
 #pragma unroll 1
-    for (int i = warp; i < kBlocks; i += 6) {
-      uint32_t r[2][4];
-      read<Cut>(r[0], v, i, low, high);
-      if (i + 3 < kBlocks) read<Cut>(r[1], v, i + 3, low, high);
-      write(r[0], t, i);
-      if (i + 3 < kBlocks) write(r[1], t, i + 3);
+    for (int column = warp; column < Tile::kDim / 16; column += 3) {
+      const uint32_t from = (v ^ column % kChunks * 16) + column / kChunks * (Tile::kKeys * Tile::kBox), to = t + column * 2048;
+#pragma unroll
+      for (int keys = 0; keys < Tile::kKeys / 32; keys += 2) {
+        uint32_t r[2][4];
+        load_matrix_transposed(r[0], from + keys * (32 * Tile::kBox));
+        load_matrix_transposed(r[1], from + (keys + 1) * (32 * Tile::kBox));
+        write(r[0], to, keys);
+        write(r[1], to, keys + 1);
+      }
     }
   }
 };
+
+// Rows of a tile of V outside [low, high) become zeros, by the three turning warps together.
+template <class Tile>
+__device__ __forceinline__ void clear_keys(uint32_t v, int low, int high) {
+#pragma unroll 1
+  for (int i = threadIdx.x - 32; i < Tile::kKeys * Tile::kDim / 16; i += 96) {
+    const int key = i / (Tile::kBox / 16) % Tile::kKeys;
+    if (key < low || key >= high) asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(v + i * 16), "r"(0) : "memory");
+  }
+  named_sync(kClear, 96);
+}
 
 // Warps 0..2 of three. Keys that no row sees become zeros: whatever lies there (NaN in a page's tail) is multiplied with P = 0.
 template <class Tile>
@@ -268,11 +275,8 @@ __device__ __forceinline__ void turn_values(const Smem<Tile>& smem, int warp) {
       barrier_wait(smem.full_v(vs.stage), vs.phase);
       barrier_wait(smem.empty_t(ts.stage), ts.phase ^ 1);
       const int from = low - tile * Tile::kKeys, upto = high - tile * Tile::kKeys;
-      if (from > 0 || upto < Tile::kKeys) {
-        Turn<Tile>::template tile<true>(smem.v(vs.stage), smem.t(ts.stage), warp, from, upto);
-      } else {
-        Turn<Tile>::template tile<false>(smem.v(vs.stage), smem.t(ts.stage), warp, 0, 0);
-      }
+      if (from > 0 || upto < Tile::kKeys) clear_keys<Tile>(smem.v(vs.stage), from, upto);
+      Turn<Tile>(smem.v(vs.stage), smem.t(ts.stage)).tile(warp);
       fence_async_shared();
       __syncwarp();
       if (leader) barrier_arrive(smem.empty_v(vs.stage)), barrier_arrive(smem.full_t(ts.stage));

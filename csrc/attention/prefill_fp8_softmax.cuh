@@ -23,12 +23,12 @@ __device__ __forceinline__ float tanh_fast(float x) { return 1.f - __fdividef(2.
 
 // Four e4m3 bytes, the first argument lowest.
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
-  uint16_t low, high;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-  uint32_t both;
-  asm("mov.b32 %0, {%1, %2};" : "=r"(both) : "h"(low), "h"(high));
-  return both;
+  uint32_t packed;
+  asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "mov.b32 %0, {low, high};\n}"
+      : "=r"(packed)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return packed;
 }
 
 template <int Keys, bool Capped>
@@ -83,6 +83,36 @@ struct Softmax {
     }
   }
 
+  // The largest of the running maximum and the scores, per row over the four lanes that share it. As integers two scores cost one
+  // instruction (VIMNMX3) instead of two of the same rate, and order floats rightly as soon as one of them is not negative; else the
+  // warp looks again.
+  __device__ __forceinline__ void find_max(const float (&s)[Keys / 2], float (&most)[2]) const {
+    int top[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int a = __float_as_int(max[h]), b = a;
+#pragma unroll
+      for (int i = 0; i < Keys / 8; i += 2) {
+        a = ::max(::max(a, __float_as_int(s[4 * i + 2 * h])), __float_as_int(s[4 * i + 2 * h + 1]));
+        b = ::max(::max(b, __float_as_int(s[4 * i + 4 + 2 * h])), __float_as_int(s[4 * i + 4 + 2 * h + 1]));
+      }
+      top[h] = ::max(a, b);
+      top[h] = ::max(top[h], __shfl_xor_sync(0xffffffff, top[h], 1));
+      top[h] = ::max(top[h], __shfl_xor_sync(0xffffffff, top[h], 2));
+      most[h] = __int_as_float(top[h]);
+    }
+    if (__any_sync(0xffffffff, (top[0] | top[1]) < 0)) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float m = max[h];
+#pragma unroll
+        for (int i = 0; i < Keys / 4; ++i) m = fmaxf(m, s[i / 2 * 4 + 2 * h + i % 2]);
+        m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 1));
+        most[h] = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 2));
+      }
+    }
+  }
+
   // Scores in, P (times 2^kOffset) out; alpha: what earlier sums are to be multiplied with.
   __device__ __forceinline__ void step(const PrefillAttentionParams& p, const Item& item, int row, float (&s)[Keys / 2], int tile,
                                        float (&alpha)[2]) {
@@ -91,29 +121,30 @@ struct Softmax {
       for (int i = 0; i < Keys / 2; ++i) s[i] = tanh_fast(s[i] * cap_slope[i / 2 % 2]);
     }
     if (tile < item.plain_from || tile >= item.plain_upto) mask_tile(p, item, row, s, tile);
-    float top[2][2] = {{max[0], max[0]}, {max[1], max[1]}};
-#pragma unroll
-    for (int i = 0; i < Keys / 2; ++i) top[i / 2 % 2][i % 2] = fmaxf(top[i / 2 % 2][i % 2], s[i]);
+    float most[2];
+    find_max(s, most);
     float bias[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float m = fmaxf(top[h][0], top[h][1]);
-      m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 1));
-      m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 2));
+      const float m = most[h];
       const float reference = m == -INFINITY ? 0.f : m;
       alpha[h] = exp2_fast((max[h] - reference) * slope[h]);
       max[h] = m;
       bias[h] = fmaf(-reference, slope[h], kOffset);
     }
-    float add[2][2] = {};
 #pragma unroll
     for (int i = 0; i < Keys / 2; ++i) {
-      const int h = i / 2 % 2;
-      s[i] = exp2_fast(fmaf(s[i], slope[h], bias[h]));
-      add[h][i % 2] += s[i];
+      s[i] = exp2_fast(fmaf(s[i], slope[i / 2 % 2], bias[i / 2 % 2]));
     }
+  }
+
+  // Adds a tile's P to the sums. Apart from step(): an addition right behind each exponential waits for the latter's latency.
+  __device__ __forceinline__ void add(const float (&s)[Keys / 2], const float (&alpha)[2]) {
+    float part[2][2] = {};
 #pragma unroll
-    for (int h = 0; h < 2; ++h) sum[h] = fmaf(sum[h], alpha[h], add[h][0] + add[h][1]);
+    for (int i = 0; i < Keys / 2; ++i) part[i / 2 % 2][i % 2] += s[i];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) sum[h] = fmaf(sum[h], alpha[h], part[h][0] + part[h][1]);
   }
 
   static __device__ __forceinline__ void pack(uint32_t (&packed)[Keys / 32][4], const float (&s)[Keys / 2]) {
