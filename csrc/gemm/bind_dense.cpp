@@ -3,6 +3,7 @@
 #include "gemm/dense_fp8.h"
 #include "gemm/dense_int8.h"
 #include "gemm/dense_linear.h"
+#include "gemm/skinny_linear.h"
 
 #include <cmath>
 
@@ -45,7 +46,7 @@ void check_scale(Check& check, const Tensor& t, const char* name, const char* le
 
 void check_blocks(Check& check, const Tensor& t, const char* name, int64_t rows, int64_t columns, const float*& scale, int64_t& stride) {
   check(t, name).shape({"_", "_"}).dtype({kFP32}).rows();
-  check.require(t.size(0) == rows && t.size(1) == columns, name, " has shape [", t.size(0), ", ", t.size(1), "], expected [", rows, ", ",
+  check.require(t.size(0) == rows && t.size(1) == columns, name, "has shape [", t.size(0), ", ", t.size(1), "], expected [", rows, ", ",
                 columns, "]");
   scale = static_cast<const float*>(t.data_ptr());
   stride = t.stride(0);
@@ -112,7 +113,23 @@ Tensor linear_fp8_cuda(const Tensor& x, const Tensor& weight, const Tensor& x_sc
   if (p.m == 0) return out;
   p.out = out.data_ptr();
   const DeviceScope device(check);
-  dense_fp8(p, stream_of(check));
+  if (p.m > kSkinnyRows || p.x_blocks != nullptr) {
+    dense_fp8(p, stream_of(check));
+  } else {
+    skinny_linear({.x = p.x,
+                   .w = p.w,
+                   .out = p.out,
+                   .m = p.m,
+                   .n = p.n,
+                   .k = p.k,
+                   .x_stride = p.x_stride,
+                   .w_stride = p.w_stride,
+                   .dtype = p.dtype,
+                   .out_dtype = p.out_dtype,
+                   .gated = false,
+                   .epilogue = p.epilogue},
+                  stream_of(check));
+  }
   return out;
 }
 

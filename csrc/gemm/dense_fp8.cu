@@ -11,7 +11,11 @@ void dense_fp8(const DenseParams& p, cudaStream_t stream) {
   if (!dense::is_plain(p)) throw std::runtime_error("dense_fp8: activations, gates, soft caps and residuals are not built");
   dispatch_dtype<DType::kBF16, DType::kFP16>("dense_fp8: result", p.out_dtype, [&](auto t) {
     using Out = typename decltype(t)::type;
-    dense::PlainTiles<__nv_fp8_e4m3, Out>::run(p, 1, stream);
+    if constexpr (std::is_same_v<Out, __nv_bfloat16>) {
+      dense::PlainTiles<__nv_fp8_e4m3, Out>::run(p, 1, stream);
+    } else {
+      dense::FewTiles<__nv_fp8_e4m3, Out>::run(p, 1, stream);
+    }
   });
 }
 

@@ -5,9 +5,6 @@
 namespace pyllm::dense {
 
 template <class Out>
-using Int8Tiles = Tiles<Tile<int8_t, Out, Way::kTurns, 128, 128, 1, 2, 1>, Tile<int8_t, Out, Way::kTurns, 128, 128, 1, 1, 1>,
-                        Tile<int8_t, Out, Way::kTurns, 128, 192, 2, 1, 1>, Tile<int8_t, Out, Way::kTogether, 128, 256, 1, 1, 1>,
-                        Tile<int8_t, Out, Way::kTogether, 128, 128, 1, 1, 1>, Tile<int8_t, Out, Way::kTogether, 128, 64, 1, 1, 1>,
-                        Tile<int8_t, Out, Way::kTogether, 128, 192, 1, 1, 2>, Tile<int8_t, Out, Way::kTogether, 128, 128, 1, 1, 4>>;
+using Int8Tiles = FewTiles<int8_t, Out>;
 
 }  // namespace pyllm::dense

@@ -20,7 +20,7 @@ inline int sm_count() {
 
 template <class C>
 constexpr TileInfo tile_info() {
-  return {static_cast<int>(C::kWay), C::BM, C::BN, C::kClusterM, C::kClusterN, C::kSplit, C::kCtasPerSM};
+  return {C::kWay == Way::kTurns, C::BM, C::BN, C::kSplit};
 }
 
 template <class C>
@@ -32,13 +32,13 @@ Maps make_maps(const DenseParams& p) {
   Maps maps;
   // One row has no stride; TMA wants one of 16 bytes all the same.
   const int64_t x_stride = p.m > 1 ? p.x_stride : ceil_div(p.k, 16) * 16, w_stride = p.n > 1 ? p.w_stride : ceil_div(p.k, 16) * 16;
-  maps.x = make_tensor_map<2>("x", p.x, in, {p.k, p.m}, {x_stride}, {C::BK, C::BM / C::kClusterN}, Swizzle::k128);
+  maps.x = make_tensor_map<2>("x", p.x, in, {p.k, p.m}, {x_stride}, {C::BK, C::BM}, Swizzle::k128);
   if constexpr (C::Finish::kGated) {
     // Groups of 8 rows of the gate and of the up projection in turn.
     maps.w = make_tensor_map<4>("weight", p.w, in, {p.k, 8, 2, columns / 8}, {w_stride, columns * w_stride, 8 * w_stride},
                                 {C::BK, 8, 2, C::BN / 16}, Swizzle::k128);
   } else {
-    maps.w = make_tensor_map<2>("weight", p.w, in, {p.k, p.n}, {w_stride}, {C::BK, C::BN / C::kClusterM}, Swizzle::k128);
+    maps.w = make_tensor_map<2>("weight", p.w, in, {p.k, p.n}, {w_stride}, {C::BK, C::BN}, Swizzle::k128);
   }
   maps.y = make_tensor_map<2>("out", p.out, p.out_dtype, {columns, p.m}, {columns}, {C::kChunkOut, 64},
                               C::kChunkOut == 64   ? Swizzle::k128
@@ -51,10 +51,10 @@ template <class C>
 void launch_tile(const DenseParams& p, cudaStream_t stream) {
   const TileInfo info = tile_info<C>();
   const Problem problem{p.m, p.n, p.k, sizeof(typename C::T), sm_count()};
-  const int64_t count = tiles(info, problem);
+  const int64_t ctas = tiles(info, problem) * C::kSplit;
   // The CTAs of a split meet at cluster barriers once: one tile each.
-  const int64_t clusters = C::kSplit > 1 ? count : std::min(count, slots(info, problem.sms));
-  const LaunchShape shape{dim3(static_cast<unsigned>(clusters * C::kCluster)), dim3(C::kThreads), C::kSmem, C::kCluster};
+  const int64_t grid = C::kSplit > 1 ? ctas : std::min(ctas, slots(info, problem.sms));
+  const LaunchShape shape{dim3(static_cast<unsigned>(grid)), dim3(C::kThreads), C::kSmem, C::kSplit};
   const Shape sizes{static_cast<int>(p.m), static_cast<int>(p.n), static_cast<int>(p.k), raster(info)};
   const Blocks blocks{p.x_blocks, p.w_blocks, p.x_blocks_stride, p.w_blocks_stride};
   launch("dense GEMM", shape, stream, gemm_kernel<C>, make_maps<C>(p), sizes, p.epilogue, blocks);
@@ -73,16 +73,23 @@ struct Tiles {
 
 // Tiles of operands T and results Out without an activation, gate, soft cap or residual.
 template <class T, class Out>
-using PlainTiles = Tiles<Tile<T, Out, Way::kTurns, 128, 128, 1, 2, 1>, Tile<T, Out, Way::kTurns, 128, 128, 1, 1, 1>,
-                         Tile<T, Out, Way::kTurns, 128, 192, 2, 1, 1>, Tile<T, Out, Way::kTurns, 128, 160, 2, 1, 1>,
-                         Tile<T, Out, Way::kTogether, 128, 256, 1, 1, 1>, Tile<T, Out, Way::kTogether, 128, 192, 1, 1, 1>,
-                         Tile<T, Out, Way::kTogether, 128, 128, 1, 1, 1>, Tile<T, Out, Way::kTogether, 128, 96, 1, 1, 1>,
-                         Tile<T, Out, Way::kTogether, 128, 64, 1, 1, 1>, Tile<T, Out, Way::kTogether, 128, 64, 2, 1, 1>,
-                         Tile<T, Out, Way::kTogether, 128, 192, 1, 1, 2>, Tile<T, Out, Way::kTogether, 128, 128, 1, 1, 4>>;
+using PlainTiles =
+    Tiles<Tile<T, Out, Way::kTurns, 128, 112>, Tile<T, Out, Way::kTurns, 128, 128>, Tile<T, Out, Way::kTurns, 128, 160>,
+          Tile<T, Out, Way::kTogether, 128, 32>, Tile<T, Out, Way::kTogether, 128, 48>, Tile<T, Out, Way::kTogether, 128, 64>,
+          Tile<T, Out, Way::kTogether, 128, 96>, Tile<T, Out, Way::kTogether, 128, 112>, Tile<T, Out, Way::kTogether, 128, 128>,
+          Tile<T, Out, Way::kTogether, 128, 192>, Tile<T, Out, Way::kTogether, 128, 224>, Tile<T, Out, Way::kTogether, 128, 256>,
+          Tile<T, Out, Way::kTogether, 128, 64, 2>, Tile<T, Out, Way::kTogether, 128, 128, 2>, Tile<T, Out, Way::kTogether, 128, 160, 2>,
+          Tile<T, Out, Way::kTogether, 128, 128, 4>>;
 
-// The same with them: one shape, since each activation is a kernel of its own.
+// Fewer of them, for types that are rare.
+template <class T, class Out>
+using FewTiles = Tiles<Tile<T, Out, Way::kTurns, 128, 128>, Tile<T, Out, Way::kTogether, 128, 32>, Tile<T, Out, Way::kTogether, 128, 64>,
+                       Tile<T, Out, Way::kTogether, 128, 96>, Tile<T, Out, Way::kTogether, 128, 128>,
+                       Tile<T, Out, Way::kTogether, 128, 256>, Tile<T, Out, Way::kTogether, 128, 128, 2>>;
+
+// One shape, since each activation is a kernel of its own.
 template <class T, class Out, class Finish>
-using FullTiles = Tiles<Tile<T, Out, Way::kTurns, 128, 128, 1, 1, 1, Finish>>;
+using FullTiles = Tiles<Tile<T, Out, Way::kTurns, 128, 128, 1, Finish>>;
 
 inline bool is_plain(const DenseParams& p) {
   return !p.gated && p.epilogue.act == gemm::kNoActivation && p.epilogue.softcap == 0.f && p.epilogue.residual == nullptr;

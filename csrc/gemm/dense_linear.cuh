@@ -1,11 +1,11 @@
 // Dense GEMM for many rows (sm_90a): y[m, n] = epilogue(sum_k x[m, k] w[n, k]), both operands K-major.
 //
-// Roles: one warpgroup feeds (warp 0: TMA of x and w; warp 1: column scales and bias), one to three warpgroups multiply (wgmma out of
+// Roles: one warpgroup feeds (warp 0: TMA of x and w; warp 1: column scales and bias), two warpgroups multiply (wgmma out of
 // shared memory, fp32 or int32 sums in registers) and store (registers -> stmatrix -> swizzled shared memory -> TMA store).
 // A ring of stages of 128 bytes along K connects them: full[s] counts the bytes of TMA, empty[s] the warps that have read the stage.
 // Persistent: CTAs walk over tiles, groups of `raster` tiles along M first, so that the tiles in flight share rows of x and w in L2.
-// Clusters: CTAs with the same rows of w (kClusterM) or of x (kClusterN) load a part each and multicast it; kSplit CTAs share one
-// output tile, each sums its part of K, and the parts are joined through distributed shared memory in a fixed order.
+// Split: the CTAs of a cluster share one tile, each sums its part of K, and the parts are joined through distributed shared memory in a
+// fixed order. (Multicast of x or w within clusters was measured too and gained nothing: the L2 keeps up with 128 x 128 tiles.)
 // Tails: TMA fills reads outside with zeros and drops writes outside.
 // Measured: see docs/gemm.md.
 #pragma once
@@ -141,9 +141,10 @@ __device__ __forceinline__ void consume(const Maps& maps, const Shape& shape, co
     pass_turn<C>();
     ring.skip(walk.k_end - walk.k_begin);
   }
+  if (C::kSums == Sums::kBlock && share == 1) named_arrive(6, 256);  // see sum_block_pairs
   uint32_t columns_phase = 0;
   int buffer = 0;
-  for (int tile = walk.first() + turn * walk.clusters; tile < walk.count(); tile += C::kTiles * walk.clusters, columns_phase ^= 1) {
+  for (int tile = walk.first() + turn * walk.step; tile < walk.count(); tile += C::kTiles * walk.step, columns_phase ^= 1) {
     int m, n;
     walk.origin(tile, shape.raster, m, n);
     m += share * C::kBlocksM * 64;
@@ -184,7 +185,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const Shape& shape, co
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kCtasPerSM)
+__global__ void __launch_bounds__(C::kThreads, 1)
     gemm_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Shape shape,
                 const __grid_constant__ gemm::EpilogueParams epilogue, const __grid_constant__ Blocks blocks) {
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -198,7 +199,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSM)
 #pragma unroll
     for (int s = 0; s < C::kStages; ++s) {
       barrier_init(smem.full(s), 1);
-      barrier_init(smem.empty(s), (C::kClusterM + C::kClusterN - 1) * C::kSharers * 4);
+      barrier_init(smem.empty(s), C::kSharers * 4);
     }
 #pragma unroll
     for (int t = 0; t < C::kTiles; ++t) {
@@ -207,10 +208,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSM)
     }
     barrier_init_fence();
   }
-  C::kCluster > 1 ? cluster_sync() : __syncthreads();
+  C::kSplit > 1 ? cluster_sync() : __syncthreads();
   pdl_wait();
   if (warp < 4) {
-    if constexpr (C::kMoveRegisters) registers_down<C::kProducerRegisters>();
+    registers_down<C::kProducerRegisters>();
     if (warp == 0) {
       if (elect_one()) produce<C>(maps, shape, smem, walk);
       __syncwarp();
@@ -224,11 +225,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSM)
       cluster_sync();
     }
   } else {
-    if constexpr (C::kMoveRegisters) registers_up<C::kConsumerRegisters>();
+    registers_up<C::kConsumerRegisters>();
     consume<C>(maps, shape, epilogue, blocks, smem, walk);
   }
-  // Peers may still multicast into this CTA, arrive at its barriers or write their parts: nobody leaves before all are done.
-  if constexpr (C::kCluster > 1) cluster_sync();
+  // Peers may still write their parts here: nobody leaves before all are done.
+  if constexpr (C::kSplit > 1) cluster_sync();
 }
 
 }  // namespace pyllm::dense

@@ -40,15 +40,16 @@ __device__ __forceinline__ void sum_plain(typename C::Sum (&d)[C::kBlocksM][C::R
     multiply<C>(d, smem, share, ring.stage, k > walk.k_begin);
     wgmma_commit();
     wgmma_wait<1>();
-    if (k > walk.k_begin) release<C>(previous, walk);
+    if (k > walk.k_begin) release(previous);
     previous = smem.empty(ring.stage);
   }
   pass_turn<C>();
   wgmma_wait<0>();
 #pragma unroll
   for (int i = 0; i < C::kBlocksM; ++i) wgmma_pin(d[i]);
-  release<C>(previous, walk);
+  release(previous);
 }
+
 // The address of this CTA's shared memory in another CTA of the cluster.
 __device__ __forceinline__ uint32_t shared_of(uint32_t address, int rank) {
   uint32_t remote;
@@ -92,12 +93,10 @@ __device__ __forceinline__ void join_split(typename C::Sum (&d)[C::kBlocksM][C::
     }
   }
   const uint32_t mine = smem.base + (threadIdx.x - 128) * 16;
-  constexpr int kPeers = C::kClusterM * C::kClusterN;
-  const int inside = static_cast<int>(cluster_rank()) % kPeers;
   cluster_sync();  // nobody's stages are in use any more
 #pragma unroll
   for (int p = 1; p < C::kSplit; ++p) {
-    const uint32_t to = shared_of(mine + (p - 1) * kPart, inside + (walk.split ^ p) * kPeers);
+    const uint32_t to = shared_of(mine + (p - 1) * kPart, walk.split ^ p);
 #pragma unroll
     for (int i = 0; i < C::kBlocksM; ++i) {
 #pragma unroll
