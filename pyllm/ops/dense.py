@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyllm.ops.dense_checks import check_bias, check_blocks, check_operands, check_rows, check_scale, name_of
 from pyllm.ops.fused import ACTS, activation
 from pyllm.ops.registry import check, define
 
@@ -113,53 +114,12 @@ def linear_int8(
     return torch.ops.pyllm.linear_int8(x, weight, x_scale, weight_scale, bias, out_dtype == torch.float16)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _check_rows(op: str, name: str, t: Tensor) -> None:
-    item = t.element_size()
-    check(t.stride(1) == 1, op, name, f".stride(1) is {t.stride(1)}, expected 1")
-    aligned = t.shape[0] <= 1 or t.stride(0) * item % 16 == 0
-    check(aligned, op, name, f".stride(0) is {t.stride(0)} elements, expected a multiple of {16 // item}")
-
-
-def _check_operands(op: str, x: Tensor, weight: Tensor, dtypes: tuple[torch.dtype, ...], granule: int) -> None:
-    for name, t in (("x", x), ("weight", weight)):
-        check(t.dim() == 2, op, name, f"has {t.dim()} dimensions, expected 2")
-    check(x.dtype in dtypes, op, "x", f"is {_name(x.dtype)}, expected {' or '.join(_name(d) for d in dtypes)}")
-    check(weight.dtype == x.dtype, op, "weight", f"is {_name(weight.dtype)}, expected {_name(x.dtype)} like x")
-    (k, n), limit = (x.shape[1], weight.shape[0]), 1 << 31
-    check(weight.shape[1] == k, op, "weight", f".size(1) is {weight.shape[1]}, expected K={k} (from x)")
-    fits = 16 <= k < limit and k % granule == 0
-    check(fits, op, "x", f".size(1) is {k}, expected a multiple of {granule} from 16 to 2^31 - 1")
-    fits = 16 <= n < limit and n % granule == 0
-    check(fits, op, "weight", f".size(0) is {n}, expected a multiple of {granule} from 16 to 2^31 - 1")
-    _check_rows(op, "x", x)
-    _check_rows(op, "weight", weight)
-
-
-def _check_bias(op: str, bias: Tensor | None, n: int, dtype: torch.dtype) -> None:
-    if bias is None:
-        return
-    check(bias.dim() == 1, op, "bias", f"has {bias.dim()} dimensions, expected 1")
-    check(bias.shape[0] == n, op, "bias", f".size(0) is {bias.shape[0]}, expected N={n}")
-    check(bias.dtype == dtype, op, "bias", f"is {_name(bias.dtype)}, expected {_name(dtype)}")
-    check(bias.is_contiguous(), op, "bias", "is not contiguous")
-
-
-def _check_scale(op: str, name: str, scale: Tensor, letter: str, rows: int) -> None:
-    check(scale.dim() == 1, op, name, f"has {scale.dim()} dimensions, expected 1")
-    check(scale.dtype == torch.float32, op, name, f"is {_name(scale.dtype)}, expected float32")
-    check(scale.shape[0] in (1, rows), op, name, f".size(0) is {scale.shape[0]}, expected 1 or {letter}={rows}")
-    check(scale.is_contiguous(), op, name, "is not contiguous")
-
-
-def _check_blocks(op: str, name: str, scale: Tensor, rows: int, columns: int) -> None:
-    check(scale.dim() == 2, op, name, f"has {scale.dim()} dimensions, expected 2")
-    check(scale.dtype == torch.float32, op, name, f"is {_name(scale.dtype)}, expected float32")
-    check(tuple(scale.shape) == (rows, columns), op, name, f"has shape {list(scale.shape)}, expected {[rows, columns]}")
-    check(columns <= 1 or scale.stride(1) == 1, op, name, f".stride(1) is {scale.stride(1)}, expected 1")
+def dense_serves(x: Tensor, weight: Tensor) -> bool:
+    """Whether `dense_linear` takes these two: sm_90, bf16 or fp16, N and K multiples of 8 from 16 on, rows at multiples of 16 bytes."""
+    if x.dtype not in HALVES or not x.is_cuda or torch.cuda.get_device_capability(x.device) != (9, 0):
+        return False
+    sizes = all(size >= 16 and size % 8 == 0 for size in weight.shape)
+    return sizes and all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, weight))
 
 
 def _check_dense(
@@ -167,19 +127,19 @@ def _check_dense(
 ) -> tuple[int, int]:
     """Shape of the result."""
     op = "dense_linear"
-    _check_operands(op, x, weight, HALVES, 8)
+    check_operands(op, x, weight, HALVES, 8)
     m, n = x.shape[0], weight.shape[0]
     check(not gated or n % 16 == 0, op, "weight", f".size(0) is {n}, expected a multiple of 16 with gated")
     check(-1 <= act <= 3, op, "act", f"is {act}, expected -1 to 3 (none, silu, gelu, gelu_tanh, relu2)")
     check(0.0 <= softcap < float("inf"), op, "softcap", f"is {softcap}, expected finite and >= 0")
-    _check_bias(op, bias, n, x.dtype)
+    check_bias(op, bias, n, x.dtype)
     columns = n // 2 if gated else n
     if residual is not None:
         check(residual.dim() == 2, op, "residual", f"has {residual.dim()} dimensions, expected 2")
         check(residual.shape[0] == m, op, "residual", f".size(0) is {residual.shape[0]}, expected M={m} (from x)")
         check(residual.shape[1] == columns, op, "residual", f".size(1) is {residual.shape[1]}, expected {columns}")
-        check(residual.dtype == x.dtype, op, "residual", f"is {_name(residual.dtype)}, expected {_name(x.dtype)} like x")
-        _check_rows(op, "residual", residual)
+        check(residual.dtype == x.dtype, op, "residual", f"is {name_of(residual.dtype)}, expected {name_of(x.dtype)} like x")
+        check_rows(op, "residual", residual)
     return m, columns
 
 
@@ -222,15 +182,15 @@ def _dense_fake(
 
 def _check_fp8(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, fp16: bool) -> None:
     op = "linear_fp8"
-    _check_operands(op, x, weight, (E4M3,), 16)
+    check_operands(op, x, weight, (E4M3,), 16)
     (m, k), n = x.shape, weight.shape[0]
     if x_scale.dim() == 2:
-        _check_blocks(op, "x_scale", x_scale, m, -(-k // BLOCK))
-        _check_blocks(op, "weight_scale", weight_scale, -(-n // BLOCK), -(-k // BLOCK))
+        check_blocks(op, "x_scale", x_scale, m, -(-k // BLOCK))
+        check_blocks(op, "weight_scale", weight_scale, -(-n // BLOCK), -(-k // BLOCK))
     else:
-        _check_scale(op, "x_scale", x_scale, "M", m)
-        _check_scale(op, "weight_scale", weight_scale, "N", n)
-    _check_bias(op, bias, n, HALVES[fp16])
+        check_scale(op, "x_scale", x_scale, "M", m)
+        check_scale(op, "weight_scale", weight_scale, "N", n)
+    check_bias(op, bias, n, HALVES[fp16])
 
 
 def _fp8_reference(
@@ -253,11 +213,11 @@ def _fp8_fake(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, 
 
 def _check_int8(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, fp16: bool) -> None:
     op = "linear_int8"
-    _check_operands(op, x, weight, (torch.int8,), 16)
+    check_operands(op, x, weight, (torch.int8,), 16)
     check(x.shape[1] < MAX_K_INT8, op, "x", f".size(1) is {x.shape[1]}, expected less than 2^17: sums are int32")
-    _check_scale(op, "x_scale", x_scale, "M", x.shape[0])
-    _check_scale(op, "weight_scale", weight_scale, "N", weight.shape[0])
-    _check_bias(op, bias, weight.shape[0], HALVES[fp16])
+    check_scale(op, "x_scale", x_scale, "M", x.shape[0])
+    check_scale(op, "weight_scale", weight_scale, "N", weight.shape[0])
+    check_bias(op, bias, weight.shape[0], HALVES[fp16])
 
 
 def _int8_reference(
