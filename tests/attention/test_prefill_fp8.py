@@ -81,9 +81,9 @@ def want(case: Case, **options: Any) -> tuple[Tensor, Tensor, Tensor, float, flo
 
 
 def compare(got: tuple[Tensor, Tensor], case: Case, **options: Any) -> None:
-    """Scores: D / 32 steps, each cut off at SUM of the sum so far (at most reach); p errs by that much relatively. Weights: half a unit of
-    e4m3, 2^-4 relative, or, below 2^-14 of the row's largest weight (2^8 as stored, smallest normal 2^-6), 2^-10 of 2^8 absolutely. A tile's
-    128 keys are 4 steps of products with v. The result is rounded to bf16 once."""
+    """Scores: D / 32 steps, each cut off at SUM of the sum so far (at most reach); p errs by that much relatively.
+    Weights: half a unit of e4m3, 2^-4 relative, or, below 2^-14 of the row's largest weight (2^8 as stored, smallest normal 2^-6), 2^-10
+    of 2^8 absolutely. A tile's 128 keys are 4 steps of products with v. The result is rounded to bf16 once."""
     out, lse, size, largest, reach = want(case, **options)
     steps = case.q.shape[2] / 32 + 1
     inside = steps * SUM * reach
