@@ -22,12 +22,13 @@
 
 namespace pyllm::attention {
 
-// Groups: consumer warpgroups. Stages: of k and of v. Slots: of q. TakeTurns: warpgroups issue their products in turn.
-template <class T_, int D_, int Dv_, int N_, int Groups_, int Stages_, int Slots_, bool TakeTurns_, bool General_>
+// Groups: consumer warpgroups. Stages: of k and of v. Slots: of q. TakeTurns: warpgroups issue their products in turn. Plain: no window,
+// softcap or mask of bits.
+template <class T_, int D_, int Dv_, int N_, int Groups_, int Stages_, int Slots_, bool TakeTurns_, bool InOrder_, bool Plain_>
 struct PrefillShape {
   using T = T_;
   static constexpr int D = D_, Dv = Dv_, N = N_, Groups = Groups_, Stages = Stages_, Slots = Slots_, M = 64 * Groups;
-  static constexpr bool TakeTurns = TakeTurns_ && Groups > 1, General = General_;
+  static constexpr bool TakeTurns = TakeTurns_ && Groups > 1, InOrder = InOrder_, Plain = Plain_;
   static constexpr int Chunk = D % 64 == 0 && Dv % 64 == 0 ? 64 : 32;  // columns of a box: what the swizzle spans
   static constexpr int Row = 2 * Chunk;
   static constexpr int KChunks = D / Chunk, VChunks = Dv / Chunk;
@@ -73,14 +74,13 @@ __device__ __forceinline__ void walk_tiles(const PrefillAttentionParams& p, uint
     // A number is taken late, so that nobody holds a tile that an idle CTA could start; with one slot there is no time for that.
     if (Shape::Slots > 1) barrier_wait(empty, parity);
     if (round > 0) number = uniform(chosen ? counter.next() : 0);
-    PrefillTile tile;
-    const bool more = walk.find(number, tile);
-    if (!more) tile.first = -1;
     if (Shape::Slots == 1) barrier_wait(empty, parity);
-    if (chosen) {
+    const auto post = [&](const PrefillTile& tile) {
       tiles[slot] = tile;
       barrier_arrive(smem + Shape::TileFull + 8 * slot);
-    }
+    };
+    const bool more = walk.find(number, post);
+    if (!more && chosen) post(PrefillTile{.first = -1});
     if (more) continue;
     if (chosen) {
       if (round == 0) counter.next();  // so that the counter is known to be set
@@ -204,7 +204,7 @@ class PrefillConsumer {
       end = low;
     } else {
       if (p_.causal) end = max(low, min(end, (min(tile.length, position_ + 64) + Shape::N - 1) / Shape::N));
-      if (p_.window > 0) low = min(end, max(low, (position_ - p_.window + 1) / Shape::N));
+      if (!Shape::Plain && p_.window > 0) low = min(end, max(low, (position_ - p_.window + 1) / Shape::N));
     }
     end = uniform(end);
     low = uniform(low);
@@ -214,7 +214,11 @@ class PrefillConsumer {
     for (int i = 0; i < kValues; ++i) o[i] = 0.f;
 
     skip(tile.end - end, end > low ? tile.end - end : tile.end - end - 1);
-    if (end > low) blocks(tile, slot, low, end, softmax, o);
+    if constexpr (Shape::InOrder) {
+      blocks_in_order(tile, slot, low, end, softmax, o);
+    } else {
+      if (end > low) blocks(tile, slot, low, end, softmax, o);
+    }
     skip(low - tile.low, low - tile.low);
     store(tile, slot, softmax, o);
   }
@@ -233,70 +237,115 @@ class PrefillConsumer {
     }
   }
 
+  // The scores of the next block are issued ahead of the values of this one.
   __device__ __forceinline__ void blocks(const PrefillTile& tile, int slot, int low, int end, RowSoftmax& softmax, float (&o)[kValues]) {
-    const float scale = Shape::General && p_.softcap > 0.f ? 1.f : p_.scale * kLog2E;
-    const uint64_t q = smem_descriptor<Shape::Layout>(smem_ + Shape::Q + (slot * Shape::Groups + group_) * Shape::QBytes, 8 * Shape::Row);
+    const float scale = !Shape::Plain && p_.softcap > 0.f ? 1.f : p_.scale * kLog2E;
+    const uint64_t q = rows_of(slot);
     const bool tail = end * Shape::N > tile.length;
     float factor[2];
     uint32_t w[kScores / 2];
-
     {
       float s[kScores];
-      barrier_wait(full(Shape::KFull, use_), parity_of<Shape::Stages>(use_));
-      wgmma_fence();
-      scores(s, q, use_);
-      wgmma_commit();
+      wait_full(Shape::KFull, use_, false);
+      issue_scores(s, q, use_);
       wgmma_wait<0>();
       wgmma_pin(s);
       release(Shape::KEmpty, use_);
       mask(tile, end - 1, s);
-      softmax.weigh(s, scale, factor);
-      weights(w, s);
+      softmax.raise(s, scale, factor);
+      softmax.weigh<T>(s, scale, w);
     }
+    bool k_here = false, v_here = false;
     for (int block = end - 2; block >= low; --block, ++use_) {
       float s[kScores];
-      barrier_wait(full(Shape::KFull, use_ + 1), parity_of<Shape::Stages>(use_ + 1));
+      wait_full(Shape::KFull, use_ + 1, k_here);
       begin_turn();
-      wgmma_fence();
-      scores(s, q, use_ + 1);
-      wgmma_commit();
-      barrier_wait(full(Shape::VFull, use_), parity_of<Shape::Stages>(use_));
+      issue_scores(s, q, use_ + 1);
+      wait_full(Shape::VFull, use_, v_here);
       if (tail && block == end - 2) zero_tail(tile.length - (end - 1) * Shape::N);
-      wgmma_fence();
-      values(o, w, use_);
-      wgmma_commit();
+      issue_values(o, w, use_);
       end_turn();
       wgmma_wait<1>();
       wgmma_pin(s);
       release(Shape::KEmpty, use_ + 1);
       mask(tile, block, s);
-      softmax.weigh(s, scale, factor);
-      wgmma_pin(s);
-      hold_back(softmax.sum);
+      const bool raised = softmax.raise(s, scale, factor);
+      k_here = is_full(Shape::KFull, use_ + 2);
+      v_here = is_full(Shape::VFull, use_ + 1);
+      if (raised) {  // a branch, or ptxas moves the wait ahead of the search for the maximum
+        wgmma_wait<0>();
+        wgmma_pin(o);
+        rescale(o, factor);
+      }
       wgmma_wait<0>();
       wgmma_pin(o);
       wgmma_pin(w);
       release(Shape::VEmpty, use_);
-      weights(w, s);
-      if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) {
-#pragma unroll
-        for (int i = 0; i < kValues; ++i) o[i] *= factor[i / 2 % 2];
-      }
+      softmax.weigh<T>(s, scale, w);
     }
-    barrier_wait(full(Shape::VFull, use_), parity_of<Shape::Stages>(use_));
+    wait_full(Shape::VFull, use_, v_here);
     if (tail && end - 1 == low) zero_tail(tile.length - low * Shape::N);
-    wgmma_fence();
-    values(o, w, use_);
-    wgmma_commit();
+    issue_values(o, w, use_);
     wgmma_wait<0>();
     wgmma_pin(o);
     release(Shape::VEmpty, use_);
     ++use_;
   }
 
-  // Never true, but a branch that stands on all weights: without it ptxas moves the wait ahead of the softmax that is to hide it.
-  __device__ __forceinline__ static void hold_back(const float (&sum)[2]) {
-    if (__any_sync(0xffffffffu, sum[0] < 0.f || sum[1] < 0.f)) asm volatile("nanosleep.u32 32;" ::: "memory");
+  // Scores, weights and values of a block one after the other: the other warpgroups fill the tensor cores meanwhile.
+  __device__ __forceinline__ void blocks_in_order(const PrefillTile& tile, int slot, int low, int end, RowSoftmax& softmax,
+                                                  float (&o)[kValues]) {
+    const float scale = !Shape::Plain && p_.softcap > 0.f ? 1.f : p_.scale * kLog2E;
+    const uint64_t q = rows_of(slot);
+    const bool tail = end * Shape::N > tile.length;
+    bool k_here = false;
+    for (int block = end - 1; block >= low; --block, ++use_) {
+      float s[kScores], factor[2];
+      uint32_t w[kScores / 2];
+      wait_full(Shape::KFull, use_, k_here);
+      issue_scores(s, q, use_);
+      wgmma_wait<0>();
+      wgmma_pin(s);
+      release(Shape::KEmpty, use_);
+      mask(tile, block, s);
+      if (softmax.raise(s, scale, factor)) rescale(o, factor);
+      const bool v_here = is_full(Shape::VFull, use_);
+      k_here = is_full(Shape::KFull, use_ + 1);
+      softmax.weigh<T>(s, scale, w);
+      wait_full(Shape::VFull, use_, v_here);
+      if (tail && block == end - 1) zero_tail(tile.length - block * Shape::N);
+      issue_values(o, w, use_);
+      wgmma_wait<0>();
+      wgmma_pin(o);
+      release(Shape::VEmpty, use_);
+    }
+  }
+
+  __device__ __forceinline__ static void rescale(float (&o)[kValues], const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) o[i] *= factor[i / 2 % 2];
+  }
+
+  // The q slot of this warpgroup.
+  __device__ __forceinline__ uint64_t rows_of(int slot) const {
+    return smem_descriptor<Shape::Layout>(smem_ + Shape::Q + (slot * Shape::Groups + group_) * Shape::QBytes, 8 * Shape::Row);
+  }
+  // Asked for early, so that the answer is there when the products are to be issued.
+  __device__ __forceinline__ bool is_full(int offset, int use) const {
+    return barrier_try_wait(full(offset, use), parity_of<Shape::Stages>(use));
+  }
+  __device__ __forceinline__ void wait_full(int offset, int use, bool known) const {
+    if (!__all_sync(0xffffffffu, known)) barrier_wait(full(offset, use), parity_of<Shape::Stages>(use));
+  }
+  __device__ __forceinline__ void issue_scores(float (&s)[kScores], uint64_t q, int use) {
+    wgmma_fence();
+    scores(s, q, use);
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void issue_values(float (&o)[kValues], const uint32_t (&w)[kScores / 2], int use) {
+    wgmma_fence();
+    values(o, w, use);
+    wgmma_commit();
   }
 
   __device__ __forceinline__ void scores(float (&s)[kScores], uint64_t q, int use) {
@@ -317,33 +366,25 @@ class PrefillConsumer {
       Wgmma<Shape::Dv>::template rs<T, true>(o, a, descriptor_step(v, i * 16 * Shape::Row), true);
     }
   }
-  // The accumulator of 16 columns is the A operand of the next product as it stands.
-  __device__ __forceinline__ static void weights(uint32_t (&w)[kScores / 2], const float (&s)[kScores]) {
-#pragma unroll
-    for (int i = 0; i < kScores; i += 2) w[i / 2] = pack<T>(s[i], s[i + 1]);
-  }
-
   __device__ __forceinline__ void mask(const PrefillTile& tile, int block, float (&s)[kScores]) {
-    if constexpr (Shape::General) {
-      if (p_.softcap > 0.f) soft_cap(s, p_.scale, p_.softcap);
-    }
-    const int key = block * Shape::N;
+    const int key = block * Shape::N, row = position_ + 16 * warp_ + lane_ / 4;
     const bool late = key + Shape::N > tile.length || (p_.causal && key + Shape::N - 1 > position_);
-    const bool early = Shape::General && p_.window > 0 && key <= position_ + 63 - p_.window;
-    if (!late && !early && !(Shape::General && p_.mask != nullptr)) return;
-    const int row = position_ + 16 * warp_ + lane_ / 4;
-    int low[2], end[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      end[h] = (p_.causal ? min(tile.length, row + 8 * h + 1) : tile.length) - key;
-      low[h] = early ? row + 8 * h - p_.window + 1 - key : 0;
-    }
-    if (!early) {
-      mask_columns(s, end);
+    const int end[2] = {(p_.causal ? min(tile.length, row + 1) : tile.length) - key,
+                        (p_.causal ? min(tile.length, row + 9) : tile.length) - key};
+    if constexpr (Shape::Plain) {
+      if (late) mask_columns(s, end);
     } else {
-      mask_columns(s, low, end);
+      if (p_.softcap > 0.f) soft_cap(s, p_.scale, p_.softcap);
+      const bool early = p_.window > 0 && key <= position_ + 63 - p_.window;
+      if (early) {
+        mask_columns(s, {row - p_.window + 1 - key, row - p_.window + 9 - key}, end);
+      } else if (late) {
+        mask_columns(s, end);
+      }
+      if (p_.mask != nullptr) mask_tree(tile, key, s);
     }
-    if (!Shape::General || p_.mask == nullptr) return;
+  }
+  __device__ __forceinline__ void mask_tree(const PrefillTile& tile, int key, float (&s)[kScores]) {
     const int begin = p_.mask_starts != nullptr ? p_.mask_starts[tile.b] : tile.length - tile.rows;
     if (key + Shape::N <= begin || key >= begin + 32 * p_.mask_words) return;
     MaskRow rows[2];

@@ -41,9 +41,10 @@ struct RowSoftmax {
   float reference[2] = {0.f, 0.f};        // scaled; 0 before the row has seen a key
   float sum[2] = {0.f, 0.f};              // of this lane's columns
 
-  // Scores of a block become weights. Returns what the sums so far are to be multiplied by, exactly 1 in most blocks.
+  // Looks at the scores of a block. factor: what the sums so far are to be multiplied by, exactly 1 in most blocks. True if any row of
+  // the warp has another one.
   template <int Size>
-  __device__ __forceinline__ void weigh(float (&s)[Size], float scale, float (&factor)[2]) {
+  __device__ __forceinline__ bool raise(const float (&s)[Size], float scale, float (&factor)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float most = s[2 * h];
@@ -59,14 +60,18 @@ struct RowSoftmax {
       reference[h] = next;
       sum[h] *= factor[h];
     }
+    return __any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f);
+  }
+
+  // Scores become weights: two to a register, as the A operand of the next product wants them.
+  template <class T, int Size>
+  __device__ __forceinline__ void weigh(const float (&s)[Size], float scale, uint32_t (&w)[Size / 2]) {
 #pragma unroll
-    for (int i = 0; i < Size; i += 4) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        s[i + 2 * h] = exp2_fast(fmaf(s[i + 2 * h], scale, -reference[h]));
-        s[i + 2 * h + 1] = exp2_fast(fmaf(s[i + 2 * h + 1], scale, -reference[h]));
-        sum[h] += s[i + 2 * h] + s[i + 2 * h + 1];
-      }
+    for (int i = 0; i < Size; i += 2) {
+      const int h = i / 2 % 2;
+      const float x = exp2_fast(fmaf(s[i], scale, -reference[h])), y = exp2_fast(fmaf(s[i + 1], scale, -reference[h]));
+      sum[h] += x + y;
+      w[i / 2] = pack<T>(x, y);
     }
   }
 

@@ -46,8 +46,9 @@ class PrefillWalk {
     next_run(0);
   }
 
-  // By a whole converged warp. Numbers of one walk rise. False: there is no such tile.
-  __device__ __forceinline__ bool find(int number, PrefillTile& tile) {
+  // By a whole converged warp. Numbers of one walk rise. One lane calls post(tile). False: there is no such tile, and nobody did.
+  template <class Post>
+  __device__ __forceinline__ bool find(int number, Post&& post) {
 #pragma unroll 1
     for (int upto; number >= (upto = s_.run_before + s_.blocks * p_.heads);) {
       const int next = s_.run_end;
@@ -59,7 +60,7 @@ class PrefillWalk {
     const int within = number - s_.run_before, full = s_.blocks * s_.chunk_heads, chunk = within / full;
     const int heads = min(s_.chunk_heads, p_.heads - chunk * s_.chunk_heads);
     const int block = (within - chunk * full) / heads;
-    tile.head = chunk * s_.chunk_heads + (within - chunk * full) % heads;
+    const int head = chunk * s_.chunk_heads + (within - chunk * full) % heads;
     if (chunk != s_.chunk) {
       __syncwarp();
       s_.chunk = chunk;
@@ -75,7 +76,7 @@ class PrefillWalk {
       s_.level = below;
       measure();
     }
-    pick(block - s_.before, tile);
+    pick(block - s_.before, head, post);
     return true;
   }
 
@@ -150,7 +151,8 @@ class PrefillWalk {
     s_.below = __reduce_max_sync(0xffffffffu, below);
   }
 
-  __device__ __forceinline__ void pick(int index, PrefillTile& tile) const {
+  template <class Post>
+  __device__ __forceinline__ void pick(int index, int head, Post&& post) const {
     const int end = s_.run_end;
 #pragma unroll 1
     for (int base = s_.run_first; base < end; base += 32) {
@@ -162,22 +164,25 @@ class PrefillWalk {
         const int other = __shfl_up_sync(0xffffffffu, upto, offset);
         if (lane() >= offset) upto += other;
       }
-      const uint32_t past = __ballot_sync(0xffffffffu, upto > index);
-      if (past == 0) {
-        index -= __shfl_sync(0xffffffffu, upto, 31);
+      const int all = __shfl_sync(0xffffffffu, upto, 31);
+      if (index >= all) {
+        index -= all;
         continue;
       }
-      const int from = __ffs(past) - 1;
-      const int m = s.blocks - above - 1 - (index - (upto - own));
-      tile.first = __shfl_sync(0xffffffffu, m, from) * M;
-      tile.rows = __shfl_sync(0xffffffffu, s.rows, from);
-      tile.length = __shfl_sync(0xffffffffu, s.length, from);
-      tile.q_start = __shfl_sync(0xffffffffu, s.q_start, from);
-      tile.b = base + from;
-      tile.k_start = p_.kv_starts != nullptr ? p_.kv_starts[tile.b] : 0;
-      tile.end = s_.level;
-      const int position = tile.length - tile.rows + tile.first;
-      tile.low = p_.window > 0 ? min(max(position - p_.window + 1, 0) / N, tile.end) : 0;
+      if (index < upto && index >= upto - own) {
+        PrefillTile tile;
+        tile.first = (s.blocks - above - 1 - (index - (upto - own))) * M;
+        tile.rows = s.rows;
+        tile.length = s.length;
+        tile.q_start = s.q_start;
+        tile.head = head;
+        tile.b = base + lane();
+        tile.k_start = p_.kv_starts != nullptr ? p_.kv_starts[tile.b] : 0;
+        tile.end = s_.level;
+        tile.low = p_.window > 0 ? min(max(s.length - s.rows + tile.first - p_.window + 1, 0) / N, tile.end) : 0;
+        post(tile);
+      }
+      __syncwarp();
       return;
     }
   }

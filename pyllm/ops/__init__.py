@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pyllm import _native
-from pyllm.ops.attention import paged_attention
+from pyllm.ops.attention import composed_attention, paged_attention
 from pyllm.ops.decode import decode_attention, merge_states
 from pyllm.ops.dense import dense_linear, linear_fp8, linear_int8
 from pyllm.ops.fused import act, act_mul, embed_tokens, softcap
 from pyllm.ops.gemm import linear, norm_linear
 from pyllm.ops.moe import moe_experts, route_experts
 from pyllm.ops.norm import layer_norm, quantize_fp8, rms_norm
+from pyllm.ops.prefill import prefill_attention
 from pyllm.ops.rope import qk_norm_rope_append
 from pyllm.ops.sampling import sample_tokens, token_logprobs
 from pyllm.ops.simple import simple_attention, variant_attention
@@ -20,6 +21,7 @@ _native.load()
 __all__ = [
     "act",
     "act_mul",
+    "composed_attention",
     "decode_attention",
     "dense_linear",
     "embed_tokens",
@@ -31,6 +33,7 @@ __all__ = [
     "moe_experts",
     "norm_linear",
     "paged_attention",
+    "prefill_attention",
     "qk_norm_rope_append",
     "quantize_fp8",
     "rms_norm",

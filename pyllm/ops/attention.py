@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache. On CUDA decode steps take the kernel of csrc/attention, others a torch composition."""
+"""Attention over the paged KV cache: one op for any step, and which kernel of csrc/attention runs it on CUDA."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pyllm.ops.gemm import FLOATS
 from pyllm.ops.registry import check, define
 
 DECODE_ROWS = 8  # query rows per sequence up to which a step is a decode (speculative steps included)
-DECODE_DIMS = (64, 128, 256)  # head dims of the decode kernel
+DECODE_DIMS = (64, 96, 128, 192, 256)  # head dims of the decode kernel
+PREFILL_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))  # (D, Dv) of the prefill kernel for bf16 and fp16
+PREFILL_FP8_DIMS = (64, 128, 256)
+_HALF, _FP8 = (torch.bfloat16, torch.float16), torch.float8_e4m3fn
 _SCORE_BYTES = 256 << 20  # the composition keeps its fp32 scores under this by cutting T into chunks
 
 
@@ -41,23 +44,72 @@ def paged_attention(
     Returns (o `[T, H, D]` of q's dtype, lse fp32 `[T, H]`, natural log; a row that sees no key gives 0 and -inf).
     Dtypes: q bf16, fp16, fp32; caches q's dtype or float8_e4m3fn. Rows of q past q_starts[B] belong to no sequence and give 0.
     max_q: the most query rows of any sequence, if the host knows it: a causal step of at most 8 rows is `decode_attention`, where that
-    serves the shapes (D 64, 128 or 256, pages of a power of two from 16 tokens, 16-bit q).
+    serves the shapes (D 64, 96, 128, 192 or 256, pages of a power of two from 16 tokens, 16-bit q).
+    On CUDA, `attention_kernel` says what runs: on Hopper the decode kernel for sequences of at most 8 rows and the prefill kernel for all
+    others, in one launch each, without the host knowing which are which (D 64, 96, 128, 192, 256; with an fp8 cache 64, 128, 256 and bf16
+    q, which the prefill kernel quantizes by (token, head) row); `simple_attention` for other head dims and GPUs; `composed_attention` for
+    the rest: fp32, other fp8 caches, pages that are not a power of two from 16.
     """
     for name, value in (("window", window), ("softcap", softcap)):
         check(value is None or value > 0, "paged_attention", name, f"is {value}, expected more than 0 (or None)")
-    if max_q is not None and 1 <= max_q <= DECODE_ROWS and causal and _decodes(q, k_cache):
-        return torch.ops.pyllm.decode_attention(
-            q, k_cache, v_cache, page_table, q_starts, kv_lens, scale, window or 0, softcap or 0.0,
-            None if sinks is None else sinks.float(), k_scale, v_scale, max_q,
+    rows = max_q if max_q is not None and max_q >= 1 and causal else DECODE_ROWS + 1
+    kernel = attention_kernel(q.dtype, k_cache.dtype, q.shape[-1], k_cache.shape[1], rows, not q.is_cuda or _hopper(q.device))
+    sink = sinks if sinks is None or kernel == "composed_attention" else sinks.float()
+    paged = (q, k_cache, v_cache, page_table, q_starts, kv_lens)
+    if kernel == "decode_attention":
+        return torch.ops.pyllm.decode_attention(*paged, scale, window or 0, softcap or 0.0, sink, k_scale, v_scale, max_q)
+    if kernel == "simple_attention":
+        from pyllm.ops.simple import simple_attention
+
+        return simple_attention(
+            q, k_cache, v_cache, q_starts, scale=scale, kv_lens=kv_lens, page_table=page_table, causal=causal, window=window,
+            softcap=softcap, sinks=sink, max_q=max_q,
         )  # fmt: skip
-    return torch.ops.pyllm.paged_attention(
+    op = torch.ops.pyllm.composed_attention if kernel == "composed_attention" else torch.ops.pyllm.paged_attention
+    return op(*paged, scale, causal, window or 0, softcap or 0.0, sink, k_scale, v_scale)
+
+
+def composed_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    q_starts: Tensor,
+    kv_lens: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`paged_attention` from torch operations alone: what CUDA runs for shapes and dtypes without a kernel (fp32, odd pages and head dims).
+
+    q, k_cache, v_cache, page_table, q_starts, kv_lens, scale, causal, window, softcap, sinks, k_scale, v_scale and results as there. Static
+    shapes and no host sync; it meets every token with all W P keys of a page_table row, so it is slow. Errors: ValueError.
+    """
+    return torch.ops.pyllm.composed_attention(
         q, k_cache, v_cache, page_table, q_starts, kv_lens, scale, causal, window or 0, softcap or 0.0, sinks, k_scale, v_scale
     )
 
 
-def _decodes(q: Tensor, k_cache: Tensor) -> bool:
-    page = k_cache.shape[1]
-    return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in DECODE_DIMS and page >= 16 and page & (page - 1) == 0
+def attention_kernel(q: torch.dtype, cache: torch.dtype, dim: int, page: int, rows: int, hopper: bool) -> str:
+    """The op that `paged_attention` is (on a CPU, the one of Hopper). rows: the most of a sequence of a causal step, if the host knows."""
+    power = page > 0 and page & (page - 1) == 0
+    if hopper and q in _HALF and power and page >= 16:
+        if rows <= DECODE_ROWS and dim in DECODE_DIMS:
+            return "decode_attention"
+        if (cache == q and (dim, dim) in PREFILL_DIMS) or (cache == _FP8 and q == torch.bfloat16 and dim in PREFILL_FP8_DIMS):
+            return "paged_attention"
+    if q in _HALF and cache == q and power and dim % 8 == 0 and dim <= 256:
+        return "simple_attention"
+    return "composed_attention"
+
+
+def _hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _check_attention(
@@ -207,12 +259,21 @@ def _attention_fake(
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
+_SCHEMA = (
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor q_starts, Tensor kv_lens, float scale, bool causal=True, "
+    "SymInt window=0, float softcap=0.0, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None) -> (Tensor, Tensor)"
+)
 define(
-    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor q_starts, Tensor kv_lens, "
-    "float scale, bool causal=True, SymInt window=0, float softcap=0.0, Tensor? sinks=None, Tensor? k_scale=None, "
-    "Tensor? v_scale=None) -> (Tensor, Tensor)",
+    f"paged_attention{_SCHEMA}",
     stem="attention/paged_attention",
     public="pyllm.ops.attention.paged_attention",
+    reference=_attention_reference,
+    fake=_attention_fake,
+)
+define(
+    f"composed_attention{_SCHEMA}",
+    stem="attention/composed_attention",
+    public="pyllm.ops.attention.composed_attention",
     reference=_attention_reference,
     fake=_attention_fake,
     composition=_attention_composition,

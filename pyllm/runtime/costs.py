@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import singledispatch
 from typing import Any
 
+import torch
+
 from pyllm.layers.attention import Attn
 from pyllm.layers.decoder import Sub, Sum
 from pyllm.layers.formats import Dense, Format, QuantPlan, resolve
@@ -15,7 +17,7 @@ from pyllm.layers.mlp import MLP
 from pyllm.layers.moe import MoE
 from pyllm.layers.norm import LayerNorm
 from pyllm.layers.spec import Spec, nodes, path_of
-from pyllm.ops.attention import DECODE_DIMS, DECODE_ROWS
+from pyllm.ops.attention import attention_kernel
 from pyllm.ops.registry import OPS
 
 
@@ -120,8 +122,9 @@ def _(spec: Attn, ctx: Context, path: str) -> Iterator[Row]:
     keys = min(ctx.context, spec.window + ctx.new - 1) if spec.window else ctx.context
     seen = ctx.batch * sum(min(p + 1, spec.window or p + 1) for p in range(first, ctx.context))
     moved = ctx.batch * keys * 2 * kv * dim * ctx.kv_item + 2 * tokens * heads * dim * ctx.item
-    decode = ctx.new <= DECODE_ROWS and dim in DECODE_DIMS and ctx.item == 2
-    op = "decode_attention" if decode else "paged_attention"
+    dtype = torch.bfloat16 if ctx.item == 2 else torch.float32
+    cache = torch.float8_e4m3fn if ctx.kv_item == 1 else dtype
+    op = attention_kernel(dtype, cache, dim, 64, ctx.new, hopper=True)
     mask = f"window {spec.window}" if spec.window else "causal"
     if spec.variant:
         op, mask = "variant_attention", f"{mask} {spec.variant.name}"

@@ -1,0 +1,14 @@
+// D = Dv = 192.
+#include "attention/prefill_attention.cuh"
+#include "attention/prefill_shapes.h"
+#include "common/dispatch.h"
+
+namespace pyllm::attention {
+
+void prefill_192(const PrefillAttentionParams& p, cudaStream_t stream) {
+  dispatch_dtype<DType::kBF16, DType::kFP16>("prefill_attention: q", p.dtype, [&](auto t) {
+    launch_prefill<PrefillShape<typename decltype(t)::type, 192, 192, 112, 2, 2, 1, true, false, false>>(p, stream);
+  });
+}
+
+}  // namespace pyllm::attention

@@ -1,0 +1,14 @@
+// D = 192, Dv = 128.
+#include "attention/prefill_attention.cuh"
+#include "attention/prefill_shapes.h"
+#include "common/dispatch.h"
+
+namespace pyllm::attention {
+
+void prefill_192_128(const PrefillAttentionParams& p, cudaStream_t stream) {
+  dispatch_dtype<DType::kBF16, DType::kFP16>("prefill_attention: q", p.dtype, [&](auto t) {
+    launch_prefill<PrefillShape<typename decltype(t)::type, 192, 128, 128, 2, 2, 1, true, false, false>>(p, stream);
+  });
+}
+
+}  // namespace pyllm::attention
