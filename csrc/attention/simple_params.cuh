@@ -28,7 +28,7 @@ struct SimpleAttentionParams {
   const uint32_t* mask;    // [T, mask_words] or null: bit i % 32 of word i / 32 allows key mask_starts[b] + i; keys outside are not touched
   int64_t mask_stride;     // words from row to row
   const int* mask_starts;  // [B], or null: the bits begin at key L - n
-  const float* k_scale;    // e4m3 keys or null: value = stored * scale, of KV head i at i * k_scale_step
+  const float* k_scale;    // or null: value = stored * scale, of KV head i at i * k_scale_step
   const float* v_scale;
   void* out;           // [T, H, Dv] of q's dtype, contiguous
   float* lse;          // [T, H], natural log

@@ -48,7 +48,7 @@ def paged_attention(
     On CUDA, `attention_kernel` says what runs: on Hopper the decode kernel for sequences of at most 8 rows and the prefill kernel for all
     others, in one launch each, without the host knowing which are which (D 64, 96, 128, 192, 256; with an fp8 cache 64, 128, 256 and bf16
     q, which the prefill kernel quantizes by (token, head) row); `simple_attention` for other head dims and GPUs; `composed_attention` for
-    the rest: fp32, other fp8 caches, pages that are not a power of two from 16.
+    the rest: fp32, pages that are not a power of two, head dims that are no multiple of 8 (16 with an fp8 cache).
     """
     for name, value in (("window", window), ("softcap", softcap)):
         check(value is None or value > 0, "paged_attention", name, f"is {value}, expected more than 0 (or None)")
@@ -63,7 +63,7 @@ def paged_attention(
 
         return simple_attention(
             q, k_cache, v_cache, q_starts, scale=scale, kv_lens=kv_lens, page_table=page_table, causal=causal, window=window,
-            softcap=softcap, sinks=sink, max_q=max_q,
+            softcap=softcap, sinks=sink, k_scale=k_scale, v_scale=v_scale, max_q=max_q,
         )  # fmt: skip
     op = torch.ops.pyllm.composed_attention if kernel == "composed_attention" else torch.ops.pyllm.paged_attention
     return op(*paged, scale, causal, window or 0, softcap or 0.0, sink, k_scale, v_scale)
@@ -103,7 +103,7 @@ def attention_kernel(q: torch.dtype, cache: torch.dtype, dim: int, page: int, ro
             return "decode_attention"
         if (cache == q and (dim, dim) in PREFILL_DIMS) or (cache == _FP8 and q == torch.bfloat16 and dim in PREFILL_FP8_DIMS):
             return "paged_attention"
-    if q in _HALF and cache == q and power and dim % 8 == 0 and dim <= 256:
+    if q in _HALF and cache in (q, _FP8) and power and dim % (8 if cache == q else 16) == 0 and dim <= 256:
         return "simple_attention"
     return "composed_attention"
 

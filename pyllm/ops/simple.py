@@ -50,8 +50,8 @@ def simple_attention(
     max_q: the most rows of a sequence where the host knows it; picks the form for few rows. Results do not depend on the run.
     Returns (o `[T, H, Dv]`, lse fp32 `[T, H]`, natural log). A row without keys gives 0 and -inf (its sink, if there are sinks), a row of q
     past q_starts[B] 0 and -inf.
-    Dtypes: q bf16 or fp16 (fp32 on a CPU); k and v alike, q's or float8_e4m3fn (then D and Dv are multiples of 16), with k_scale, v_scale
-    fp32 `[1]` or `[K]`: value = stored * scale. Errors: ValueError on CPU, RuntimeError on CUDA.
+    Dtypes: q bf16 or fp16 (fp32 on a CPU); k and v alike, q's or float8_e4m3fn (then D and Dv are multiples of 16); k_scale, v_scale fp32
+    `[1]` or `[K]`: value = stored * scale. Errors: ValueError on CPU, RuntimeError on CUDA.
     Method: flash attention (Dao et al. 2022).
     """
     for name, value in (("window", window), ("softcap", softcap), ("max_q", max_q)):
