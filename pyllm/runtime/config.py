@@ -74,11 +74,11 @@ class SchedulerConfig(_Config):
 @dataclass(frozen=True, kw_only=True)
 class CudaGraphConfig(_Config):
     """batch_sizes: of the decode steps that are captured, or max_batch_size: the largest, with the usual ones below it.
-    capture_num_tokens: sizes, in tokens, of steps with prompts that are captured too."""
+    capture_num_tokens: sizes, in tokens, of the steps with prompts that are captured; None: up to 1024."""
 
     batch_sizes: Sequence[int] | None = None
     max_batch_size: int | None = None
-    capture_num_tokens: Sequence[int] = ()
+    capture_num_tokens: Sequence[int] | None = None
 
     HINTS: ClassVar[dict[str, str]] = {
         "enable_padding": "steps are always padded to the next captured batch size; list each size in batch_sizes to avoid it"
@@ -96,8 +96,8 @@ class CudaGraphConfig(_Config):
             return sorted({min(n, max_batch) for n in self.batch_sizes})
         return graph_sizes(min(max_batch, self.max_batch_size or max_batch))
 
-    def token_sizes(self, most: int) -> list[int]:
-        return sorted({min(n, most) for n in self.capture_num_tokens})
+    def token_sizes(self, most: int) -> list[int] | None:
+        return None if self.capture_num_tokens is None else sorted({min(n, most) for n in self.capture_num_tokens})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyllm.runtime.batch import Batch
 from pyllm.runtime.draft import accepted
-from pyllm.runtime.graph import check_sizes
+from pyllm.runtime.graph import check_sizes, token_sizes
 from pyllm.runtime.graph import graph_sizes as default_sizes
 from pyllm.runtime.host import BlockPool
 from pyllm.runtime.kv import KvPool, SlotSizes, free_bytes, page_bytes, pool_pages
@@ -50,7 +50,7 @@ class Engine:
     reserve=False admits more requests than the pool can hold in the end, and computes some anew when it is full. reuse: keep the pages of
     known prefixes. overlap: launch a step before the tokens of the one before are read (None: on a GPU); `step` then returns the requests
     of the step before. graph_sizes: batch sizes of decode steps, captured as CUDA graphs on a GPU; None: chosen by max_batch there; [] off.
-    mixed_sizes: the same for numbers of tokens of steps with prompts.
+    mixed_sizes: the same for numbers of tokens of steps with prompts; None: up to 1024 where graph_sizes is not [].
     draft_len: guess so many tokens of each greedy request from what followed its last draft_ngram tokens before; runs without overlap.
     """
 
@@ -76,7 +76,7 @@ class Engine:
         reuse: bool = True,
         overlap: bool | None = None,
         graph_sizes: Sequence[int] | None = None,
-        mixed_sizes: Sequence[int] = (),
+        mixed_sizes: Sequence[int] | None = None,
         draft_len: int = 0,
         draft_ngram: int = 3,
         progress: bool = False,
@@ -96,9 +96,11 @@ class Engine:
         kv_dtype = kv_dtype or dtype
         if kv_dtype not in (dtype, torch.float8_e4m3fn):
             raise ValueError(f"Engine: kv_dtype is {kv_dtype}, expected {dtype} like dtype, or torch.float8_e4m3fn")
+        from pyllm.layers import bind  # here: its modules import `Batch` from this package
+
         if not isinstance(weights, Mapping) and not callable(weights):
             raise ValueError(f"Engine: weights is {weights!r}, expected a mapping of tensors or a bound module")
-        module = _bind(spec, weights, self.device, dtype) if isinstance(weights, Mapping) else weights
+        module = bind(spec, weights, device=self.device, dtype=dtype) if isinstance(weights, Mapping) else weights  # type: ignore[arg-type]
         self.max_length = max_length or spec.max_positions
         if self.max_length > spec.max_positions:
             raise ValueError(f"Engine: max_length is {max_length}, expected at most the model's context of {spec.max_positions}")
@@ -119,6 +121,8 @@ class Engine:
         self._scheduler = Scheduler(self.pool, rows, page_size=page_size, max_batch=max_batch, chunk=chunk, reserve=reserve, reuse=reuse)
         cuda = self.device.type == "cuda"
         decode = check_sizes("graph_sizes", graph_sizes if graph_sizes is not None else default_sizes(max_batch) if cuda else (), max_batch)
+        if mixed_sizes is None:
+            mixed_sizes = token_sizes(most, spec.kv_slots(), dtype, kv_dtype, page_size) if cuda and decode else ()
         mixed = check_sizes("mixed_sizes", mixed_sizes, most)
         self._runner = Runner(module, self.kv, rows, buffers, shaper, decode, mixed)
         if cuda:
@@ -292,9 +296,3 @@ def _check_sizes(sizes: Mapping[str, int | None]) -> None:
     for name, value in sizes.items():
         if (value is not None or name in ("max_batch", "chunk", "page_size")) and (type(value) is not int or value < 1):
             raise ValueError(f"Engine: {name} is {value!r}, expected an integer, at least 1")
-
-
-def _bind(spec: DecoderSpec, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> Callable[[Batch], Tensor]:
-    from pyllm.layers import bind
-
-    return bind(spec, weights, device=device, dtype=dtype)  # type: ignore[arg-type]

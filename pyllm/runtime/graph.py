@@ -8,12 +8,14 @@ with prompts is filled up with tokens that are stored nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyllm.ops.attention import attention_kernel
+from pyllm.runtime.kv import SlotSizes
 from pyllm.runtime.progress import progress_bar
 
 MAX_SIZE = 1024  # larger steps take long enough for Python to stay ahead
@@ -24,6 +26,15 @@ def graph_sizes(max_batch: int) -> list[int]:
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, MAX_SIZE + 1, 32)]
     top = min(max_batch, MAX_SIZE)
     return [s for s in sizes if s < top] + [top]
+
+
+def token_sizes(most: int, slots: Mapping[int, SlotSizes], dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int) -> list[int]:
+    """Of steps with prompts: to 1024 tokens, which take a GPU about as long as Python needs to launch the kernels of 32 layers (16 ms on an
+    H200's host). None where attention is a torch composition: it reads whole page tables, and a graph has them at full width."""
+    if any(attention_kernel(dtype, kv_dtype, s.head_dim, page_size, most, True) != "paged_attention" for s in slots.values()):
+        return []
+    sizes = [8, 16, 32, 64, 128, *range(256, 512, 64), *range(512, MAX_SIZE + 1, 128)]
+    return [s for s in sizes if s <= most]
 
 
 def check_sizes(name: str, sizes: Sequence[int], most: int) -> list[int]:

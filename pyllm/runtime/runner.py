@@ -55,8 +55,7 @@ class Runner:
     ) -> None:
         self._module, self._kv, self.rows, self._buffers, self._shaper = module, kv, rows, buffers, shaper
         self.decode_sizes = sorted(decode_sizes)
-        few = {min(FEW, len(rows.requests)), len(rows.requests)}
-        self.mixed_sizes = [(t, b) for t in sorted(mixed_sizes) for b in sorted(few)]
+        self.mixed_sizes = sorted({(t, min(t, b, len(rows.requests))) for t in mixed_sizes for b in (FEW, len(rows.requests))})
         self.graphs = Graphs({"tokens": self._tokens, "logits": self._logits, "move_on": self._move_on, "mixed": self._padded}, kv.device)
         self._traits, self._version = Traits(), -1
         self._side = torch.cuda.Stream(kv.device) if kv.device.type == "cuda" else None
