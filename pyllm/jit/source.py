@@ -31,7 +31,14 @@ def include_folders() -> tuple[Path, Path]:
     return template_folder(), _HERE / "include"
 
 
-TEMPLATES = (ENTRY, "attention/simple_attention.cuh", "attention/simple_params.cuh", "attention/mma.cuh", "common/pdl.cuh")
+TEMPLATES = (
+    ENTRY,
+    "attention/simple_attention.cuh",
+    "attention/simple_tile.cuh",
+    "attention/simple_params.cuh",
+    "attention/mma.cuh",
+    "common/pdl.cuh",
+)
 
 
 @cache
