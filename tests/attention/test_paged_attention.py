@@ -1,4 +1,4 @@
-"""paged_attention: the reference against fp64 formulas, the CUDA composition (plain torch, so it also runs here) against the reference."""
+"""paged_attention: reference and composition (plain torch, so it also runs on a CPU) against fp64 formulas, the kernels against the reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from pyllm import ops
 from pyllm.ops import attention
 from tests.support.compare import EPS, assert_close
-from tests.support.generate import filled_pools, gather, normal, ragged_batch
+from tests.support.generate import filled_pools, gather, normal, poison_allocator, ragged_batch
 
 PAGE, KV, DIM = 16, 2, 24
 CASES: dict[str, dict[str, Any]] = {
@@ -191,31 +191,87 @@ def test_fewer_keys_than_queries_is_an_error() -> None:
         ops.paged_attention(q, k, v, batch.page_table, batch.q_starts, torch.tensor([2], dtype=torch.int32), scale=0.2)
 
 
+MIXED = ([1, 300, 0, 9, 8, 1, 40, 3, 130], [200, 300, 5, 400, 8, 33, 40, 3, 131])  # decodes of up to 8 rows, and chunks
+
+
+def mixed(dim: int, dtype: torch.dtype, cache: torch.dtype, heads: int = 4, page: int = PAGE) -> tuple[Any, ...]:
+    batch = ragged_batch(*MIXED, page_size=page, seed=0)
+    k, v = filled_pools(batch, KV, dim, cache, seed=1)
+    return batch, normal(sum(MIXED[0]) + 5, heads, dim, dtype=dtype, seed=2), k, v
+
+
+def on_cuda(batch: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, **options: Any) -> tuple[Tensor, Tensor]:
+    moved = {n: t.cuda() if isinstance(t, Tensor) else t for n, t in options.items()}
+    index = [t.cuda() for t in (batch.page_table, batch.q_starts, batch.kv_lens)]
+    return ops.paged_attention(q.cuda(), k.cuda(), v.cuda(), *index, scale=scale, **moved)
+
+
+def check_mixed(problem: tuple[Any, ...], got: tuple[Tensor, Tensor], extra: float, **options: Any) -> None:
+    """Against the fp32 reference. Weights and o are each rounded once: 2 u sum p |v| (with an fp8 cache decodes round weights to fp16,
+    chunks q and weights to e4m3: `extra` of the size)."""
+    batch, q, k, v = problem
+    wide = (q.float(), k.float(), v.float())
+    names = {n: o for n, o in options.items() if n != "max_q"}
+    want, lse = call(attention._attention_reference, batch, *wide, 0.1, **names)
+    size, _ = call(attention._attention_reference, batch, wide[0], wide[1], wide[2].abs(), 0.1, **names)
+    bound = size.amax(-1, keepdim=True) * (2 * EPS[q.dtype] + 2e-5 + extra)
+    assert_close(got[0], want, atol=bound, what="out")
+    assert_close(got[1], lse, atol=5e-5 + extra, what="lse")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
-def test_cuda_composition(case: str) -> None:
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_mixed_step(dim: int, case: str) -> None:
+    """Every row is written exactly once: decodes by one kernel, chunks and rows of no sequence by the other."""
     options = dict(CASES[case])
-    batch, q, k, v = make(*LENGTHS, 4, torch.bfloat16)
     if options.pop("sinks", False):
-        options["sinks"] = normal(4)
-    want = formula(batch, q, k, v, 0.2, **options)[0]
-    cuda = {n: t.cuda() if isinstance(t, Tensor) else t for n, t in options.items()}
-    got, _ = ops.paged_attention(
-        q.cuda(), k.cuda(), v.cuda(), batch.page_table.cuda(), batch.q_starts.cuda(), batch.kv_lens.cuda(), scale=0.2, **cuda
-    )
-    assert_close(got, want, atol=bounds(torch.bfloat16, 5.0, 33)[0], what="out")
+        options["sinks"] = normal(4, seed=3)
+    dtype = torch.float16 if dim == 192 else torch.bfloat16
+    problem = mixed(dim, dtype, dtype)
+    poison_allocator(problem[1].shape, dtype, "cuda")
+    got = on_cuda(*problem, 0.1, **options)
+    check_mixed(problem, got, 0.0, **options)
+    again = on_cuda(*problem, 0.1, **options)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_mixed_step_over_an_fp8_cache(dim: int) -> None:
+    """e4m3 rounds each of q's values by 2^-4 relative; a score is a sum of dim products of independent sign, so it errs by about
+    2^-5 of its size (below 3 here), and p by as much: an eighth of the size covers scores and weights."""
+    problem = mixed(dim, torch.bfloat16, torch.float8_e4m3fn)
+    scales = {"k_scale": torch.tensor([0.5, 0.25]), "v_scale": torch.tensor([2.0])}
+    got = on_cuda(*problem, 0.1, **scales)
+    check_mixed(problem, got, 0.125, **scales)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dim", "page", "dtype"), [(24, 16, torch.bfloat16), (128, 8, torch.float16), (100, 12, torch.float32)])
+def test_other_shapes_on_cuda(dim: int, page: int, dtype: torch.dtype) -> None:
+    problem = mixed(dim, dtype, dtype, page=page)
+    check_mixed(problem, on_cuda(*problem, 0.1, window=70), 1e-5, window=70)
 
 
 @pytest.mark.gpu
 def test_cuda_graph_replay_with_changed_lengths() -> None:
-    batch, q, k, v = make([1, 1, 1], [5, 30, 17], 4, torch.bfloat16)
-    static = [t.cuda() for t in (q, k, v, batch.page_table, batch.q_starts, batch.kv_lens)]
-    ops.paged_attention(*static, scale=0.2)
+    """Decodes become chunks and the other way round in the same graph."""
+    batch = ragged_batch([64, 64, 64], [256, 256, 256], page_size=PAGE, seed=0)
+    k, v = (t.cuda() for t in filled_pools(batch, KV, 128, torch.bfloat16, seed=1))
+    q = normal(192, 4, 128, dtype=torch.bfloat16, seed=2).cuda()
+    table, starts, lens = batch.page_table.cuda(), batch.q_starts.cuda(), batch.kv_lens.cuda()
+
+    def run() -> tuple[Tensor, Tensor]:
+        return ops.paged_attention(q, k, v, table, starts, lens, scale=0.1)
+
+    run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, _ = ops.paged_attention(*static, scale=0.2)
-    for lens in ([5, 30, 17], [1, 16, 2]):
-        static[5].copy_(torch.tensor(lens, dtype=torch.int32))
+        got = run()
+    for new_starts, new_lens in (([0, 1, 2, 150], [30, 256, 200]), ([0, 64, 65, 66], [64, 1, 17]), ([0, 8, 17, 17], [9, 9, 0])):
+        starts.copy_(torch.tensor(new_starts, dtype=torch.int32))
+        lens.copy_(torch.tensor(new_lens, dtype=torch.int32))
         graph.replay()
-        want, _ = ops.paged_attention(*static, scale=0.2)
-        assert_close(out, want, what=f"lengths {lens}")
+        for a, b in zip(got, run(), strict=True):
+            assert_close(a, b, what=f"starts {new_starts}")

@@ -1,0 +1,148 @@
+"""prefill_attention against FlashAttention-3 (vLLM's build) and cuDNN (torch's SDPA): T = 16k tokens in sequences of one length.
+
+flops: 4 H D for each query and each key that it sees: n (n + 1) / 2 pairs of a causal sequence, n^2 of a full one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench import Case, Goal
+from bench.peers import vllm
+from bench.shapes import Shapes
+from pyllm.ops.prefill import prefill_attention
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+TOKENS, PAGE = 16384, 64
+
+
+@dataclass
+class Set:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    starts: torch.Tensor
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    table: torch.Tensor
+    lens: torch.Tensor
+    ones: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    n: int
+    H: int
+    K: int
+    D: int
+    causal: bool = True
+    paged: bool = False
+    fp8: bool = False
+    window: int | None = None
+
+    def make(self, count: int) -> list[Set]:
+        T, B = TOKENS, TOKENS // self.n
+        starts = torch.arange(0, T + 1, self.n, dtype=torch.int32, device="cuda")
+        lens = torch.full((B,), self.n, dtype=torch.int32, device="cuda")
+        dtype = FP8 if self.fp8 else BF16
+
+        def one() -> Set:
+            q, k, v = (torch.randn(T, heads, self.D, device="cuda", dtype=BF16).to(dtype) for heads in (self.H, self.K, self.K))
+            order = torch.randperm(T // PAGE, device="cuda")
+            pages = [torch.empty(T // PAGE, PAGE, self.K, self.D, device="cuda", dtype=dtype) for _ in range(2)]
+            for pool, flat in zip(pages, (k, v), strict=True):
+                pool.view(torch.uint8)[order] = flat.view(T // PAGE, PAGE, self.K, self.D).view(torch.uint8)
+            return Set(q, k, v, starts, *pages, order.int().view(B, -1), lens, torch.ones(B, self.K, device="cuda"))
+
+        return [one() for _ in range(count)]
+
+    def ours(self, s: Set) -> tuple[torch.Tensor, torch.Tensor]:
+        options = {"scale": self.D**-0.5, "causal": self.causal, "window": self.window}
+        if self.fp8:
+            options |= {"q_scale": s.ones[0, :1], "k_scale": s.ones[0, :1], "v_scale": s.ones[0, :1]}
+        if self.paged:
+            return prefill_attention(s.q, s.k_pages, s.v_pages, s.starts, page_table=s.table, kv_lens=s.lens, **options)
+        return prefill_attention(s.q, s.k, s.v, s.starts, kv_starts=s.starts, **options)
+
+    def contiguous(self, s: Set) -> tuple[torch.Tensor, torch.Tensor]:
+        return prefill_attention(s.q, s.k, s.v, s.starts, kv_starts=s.starts, scale=self.D**-0.5, causal=self.causal, window=self.window)
+
+    def fa3(self, s: Set) -> torch.Tensor:
+        optional = ("k_new", "v_new", "q_v", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "leftpad_k", "rotary_cos", "rotary_sin",
+                    "seqlens_rotary", "scheduler_metadata", "pack_gqa", "s_aux", "cp_tot_seqused_k")  # fmt: skip
+        scales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), s.ones if self.fp8 else None)
+        return vllm.call(
+            "fwd",
+            namespace="_vllm_fa3_C",
+            q=s.q,
+            k=s.k_pages if self.paged else s.k,
+            v=s.v_pages if self.paged else s.v,
+            out=torch.empty(s.q.shape, dtype=BF16, device="cuda"),
+            cu_seqlens_q=s.starts,
+            cu_seqlens_k=None if self.paged else s.starts,
+            seqused_k=s.lens if self.paged else None,
+            max_seqlen_q=self.n,
+            max_seqlen_k=self.n,
+            page_table=s.table if self.paged else None,
+            softmax_scale=self.D**-0.5,
+            is_causal=self.causal,
+            window_size_left=self.window - 1 if self.window else -1,
+            window_size_right=0 if self.window else -1,
+            softcap=0.0,
+            is_rotary_interleaved=True,
+            num_splits=1,
+            sm_margin=0,
+            cp_world_size=1,
+            cp_rank=0,
+            **scales,
+            **dict.fromkeys(optional),
+        )
+
+    def cudnn(self, s: Set) -> torch.Tensor:
+        q, k, v = (t.view(-1, self.n, *t.shape[1:]).transpose(1, 2) for t in (s.q, s.k, s.v))
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=self.causal, scale=self.D**-0.5, enable_gqa=self.H != self.K
+            )
+
+    def case(self, goal: Goal) -> Case:
+        item, T = 1 if self.fp8 else 2, TOKENS
+        seen = self.n * (self.n + 1) // 2 if self.causal else self.n**2
+        if self.window:
+            seen = sum(min(p + 1, self.window) for p in range(self.n))
+        how = ("causal" if self.causal else "full") + (f" window {self.window}" if self.window else "") + (" paged" if self.paged else "")
+        baselines = {"fa3": self.fa3}
+        if self.paged:
+            baselines |= {"contiguous": self.contiguous}
+        elif not self.fp8 and not self.window:
+            baselines |= {"cudnn": self.cudnn}
+        return Case(
+            name=f"n={self.n} H={self.H} K={self.K} D={self.D} {how} {'fp8' if self.fp8 else 'bf16'}",
+            dtype="fp8" if self.fp8 else "bf16",
+            bytes=T * self.D * ((self.H + 2 * self.K) * item + 2 * self.H) + 4 * T * self.H,
+            flops=4 * self.H * self.D * seen * (T // self.n),
+            matrix="fp8" if self.fp8 else "bf16",
+            make=self.make,
+            ours=self.ours,
+            baselines=baselines,
+            goal=goal,
+        )
+
+
+def cases(shapes: Shapes) -> list[Case]:
+    H, K, D = shapes.H, shapes.K, shapes.D
+    if shapes.name != "default":
+        return [Layout(n, H, K, D).case(Goal(ratio={"fa3": 1.0, "cudnn": 1.0})) for n in (1024, 8192)] if D in (64, 128, 256) else []
+    both = {short: Goal(ratio={"fa3": ratio, "cudnn": ratio}) for short, ratio in ((True, 1.0), (False, 1.05))}
+    found = [Layout(n, 32, heads, 128).case(both[n < 2048]) for heads in (8, 32) for n in (512, 1024, 2048, 4096, 8192, 16384)]
+    found += [Layout(n, H, K, 128, causal=False).case(both[True]) for n in (8192,)]
+    for heads, kv_heads, dim in ((32, 8, 64), (16, 4, 256)):
+        found += [Layout(n, heads, kv_heads, dim, causal).case(both[True]) for causal in (True, False) for n in (4096, 16384)]
+    found += [Layout(n, 32, 8, 128, paged=True).case(Goal(ratio={"contiguous": 0.97})) for n in (2048, 8192)]
+    found += [Layout(8192, 32, 8, 128, window=1024).case(Goal(ratio={"fa3": 1.0}))]
+    return found + [
+        Layout(n, 32, 8, 128, causal, fp8=True).case(Goal(ratio={"fa3": 1.25})) for causal in (True, False) for n in (4096, 8192, 16384)
+    ]
