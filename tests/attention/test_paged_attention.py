@@ -1,4 +1,4 @@
-"""paged_attention: reference and composition (plain torch, so it also runs on a CPU) against fp64 formulas, the kernels against the reference."""
+"""paged_attention: reference and composition (plain torch, also on a CPU) against fp64 formulas, the kernels against the reference."""
 
 from __future__ import annotations
 
