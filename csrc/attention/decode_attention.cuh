@@ -1,4 +1,11 @@
-// decode_attention: o = softmax(cap tanh(scale q k^T / cap) + mask) v for a few query rows per sequence over a paged cache.
+// decode_attention: o = softmax(cap tanh(scale q k^T / cap) + mask) v for a few query rows per sequence over a paged cache, in one launch.
+//
+// Layout: q [T, H, D], caches [pages, P, K, D] with pages of any stride, o [T, H, D]; tiles, stream and joins: decode_work.cuh,
+// decode_load.cuh, decode_rows.cuh, decode_merge.cuh; docs/attention.md has the data flow and the reasons.
+// Measured (H200, 32/8 heads, D = 128, pages of 64, us in a graph): bf16 cache B=1, 1k keys 6.7; B=8, 1k / 4k 13.3 / 36.0; e4m3 cache B=1,
+// 1k / 4k 5.8 / 8.8; B=8, 1k / 4k 10.4 / 21.7.
+// Limits: sm_90; D 64, 96, 128, 192, 256; P a power of two >= 16; 64 rows a sequence; rows beyond 16 per KV head (8 above D = 128) take
+// another pass over the keys, through L2.
 #pragma once
 #include "attention/decode_load.cuh"
 #include "attention/decode_merge.cuh"
@@ -40,7 +47,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_attention_kernel(const 
   const Run run = locate(p, scratch, worker);
   Cursor at = run.at;
   if (at.left == 0) {
-    write_empty_rows<typename S::Query>(p);
+    write_empty_rows(p);
     return;
   }
   Loader<S> loader{at, rank};
@@ -52,8 +59,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_attention_kernel(const 
     loader.issue(p, warp, lane, ring + i * S::kHalf);
     copy_commit();
   }
-  rows.convert();
-  write_empty_rows<typename S::Query>(p);
+  rows.convert(p);
+  write_empty_rows(p);
 
   merger.begin(p);
   int slot = 0;
@@ -94,7 +101,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_attention_kernel(const 
     at.next_segment(p);
     if (at.b != b) before += cost * units_of(p);
     rows.begin(p, at, lane);
-    rows.convert();
+    rows.convert(p);
   }
 }
 

@@ -51,8 +51,10 @@ struct DecodeAttentionParams {
   int cluster_shift;        // log2 of the CTAs of one
   int step_shift;           // log2 of the keys of a step
   uint32_t share;           // ceil(2^32 / workers), 0 for one
+  int whole_below;          // numbers of the work map up to which whole_workers take whole segments; -1: none
+  int whole_workers;        // at most workers
+  uint32_t whole_share;     // ceil(2^32 / whole_workers), 0 for one
   uint32_t per_group;       // ceil(2^32 / G), 0 for one
-  int warps;                // of a CTA
   int row_tiles;            // 8-row tiles of query rows that a CTA holds: 1 or 2
   int chunks;               // pieces of 8 row_tiles rows that the G max_q rows of a KV head make
 };

@@ -1,4 +1,4 @@
-// The launch of decode kernels of one pair of types.
+// The launch of the decode kernels of one type of cache.
 #pragma once
 #include "attention/decode_attention.cuh"
 #include "common/dispatch.h"
@@ -16,16 +16,15 @@ void launch_decode(const DecodeAttentionParams& p, cudaStream_t stream) {
   launch("decode_attention", shape, stream, kernel, p);
 }
 
-template <class Q, class Cache>
+template <class Cache>
 void launch_decode_dims(const DecodeAttentionParams& p, cudaStream_t stream) {
   dispatch<64, 96, 128, 192, 256>("decode_attention: D", p.dim, [&](auto dim) {
     constexpr int kDim = decltype(dim)::value;
     if constexpr (kDim > kNarrow) {
-      launch_decode<DecodeShape<Q, Cache, kDim, 1, decode_warps(kDim)>>(p, stream);
+      launch_decode<DecodeShape<Cache, kDim, 1, decode_warps(kDim)>>(p, stream);
     } else {
-      dispatch<1, 2>("decode_attention: row tiles", p.row_tiles, [&](auto tiles) {
-        launch_decode<DecodeShape<Q, Cache, kDim, decltype(tiles)::value, decode_warps(kDim)>>(p, stream);
-      });
+      dispatch<1, 2>("decode_attention: row tiles", p.row_tiles,
+                     [&](auto tiles) { launch_decode<DecodeShape<Cache, kDim, decltype(tiles)::value, decode_warps(kDim)>>(p, stream); });
     }
   });
 }

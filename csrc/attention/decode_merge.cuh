@@ -98,9 +98,15 @@ struct MergeShared {
   uint64_t barrier;
 };
 
+// In q's dtype.
+template <class S>
+__device__ __forceinline__ uint16_t rounded(const DecodeAttentionParams& p, float x) {
+  if (is_bf16<S>(p)) return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+  return __half_as_ushort(__float2half_rn(x));
+}
+
 template <class S>
 struct Merger {
-  using Q = typename S::Query;
   MergeShared<S>& shared;
   int worker, rank;
   int parity = 0;
@@ -135,17 +141,12 @@ struct Merger {
         const int first = slice(rank, p.cluster_shift), last = slice(rank + 1, p.cluster_shift);
 #pragma unroll 1
         for (int g = first + threadIdx.x; g < last; g += S::kThreads) {
-          Quad quad;
-#pragma unroll 1
-          for (int from = 0; from < 1 << p.cluster_shift; from += 4) {
-            Quad part[4];
+          Quad quad, part[kMaxCluster];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              if (from + i < 1 << p.cluster_shift)
-                part[i] = {shared.totals[(from + i) * 4 + g % 4], shared.outs[(from + i) * (last - first) + g - first]};
-            }
-            join(quad, part);
+          for (int i = 0; i < kMaxCluster; ++i) {
+            if (i < 1 << p.cluster_shift) part[i] = {shared.totals[i * 4 + g % 4], shared.outs[i * (last - first) + g - first]};
           }
+          join(quad, part);
           emit(p, space, at, quad, n, g, first, pieces);
         }
         if (more || n + 1 < S::kRowTiles) cluster_arrive();
@@ -228,10 +229,10 @@ struct Merger {
       const RowEnd end = finish_row(e == 0 ? quad.sums.x : quad.sums.z, e == 0 ? quad.sums.y : quad.sums.w,
                                     p.sinks == nullptr ? nullptr : p.sinks + two[e].head);
       const int64_t line = static_cast<int64_t>(at.s.q_start + two[e].j) * p.heads + two[e].head;
-      Q* const to = static_cast<Q*>(p.out) + line * S::kDim;
+      uint16_t* const to = static_cast<uint16_t*>(p.out) + line * S::kDim;
       const float factor = end.factor * v_scale;
-      to[Rows<S>::dimension(g / 32, 0, g % 32)] = from_float<Q>((e == 0 ? quad.o.x : quad.o.y) * factor);
-      to[Rows<S>::dimension(g / 32, 2, g % 32)] = from_float<Q>((e == 0 ? quad.o.z : quad.o.w) * factor);
+      to[Rows<S>::dimension(g / 32, 0, g % 32)] = rounded<S>(p, (e == 0 ? quad.o.x : quad.o.y) * factor);
+      to[Rows<S>::dimension(g / 32, 2, g % 32)] = rounded<S>(p, (e == 0 ? quad.o.z : quad.o.w) * factor);
       if (g < 4) p.lse[line] = end.lse();
     }
   }

@@ -12,7 +12,6 @@ namespace pyllm::attention {
 // The query rows of a segment in registers, and what a warp has gathered over its keys.
 template <class S>
 struct Rows {
-  using Q = typename S::Query;
   using Cache = typename S::Cache;
   using Math = typename S::Math;
   using Scores = float[S::kRowTiles][S::kTiles][4];
@@ -31,8 +30,8 @@ struct Rows {
 #pragma unroll
     for (int n = 0; n < S::kRowTiles; ++n) {
       const QueryRow row = query_row(p, at, n * kRowTile + r);
-      const Q* from =
-          static_cast<const Q*>(p.q) + static_cast<int64_t>(at.s.q_start + row.j) * p.q_token_stride + row.head * p.q_head_stride;
+      const uint16_t* from =
+          static_cast<const uint16_t*>(p.q) + static_cast<int64_t>(at.s.q_start + row.j) * p.q_token_stride + row.head * p.q_head_stride;
 #pragma unroll
       for (int d = 0; d < S::kBlocks; ++d) {
         q[n][d][0] = q[n][d][1] = 0;
@@ -66,13 +65,12 @@ struct Rows {
   }
 
   // Once the keys are under way: what begin() has asked for is not touched before.
-  __device__ __forceinline__ void convert() {
-    if constexpr (S::kWide && !std::is_same_v<Q, __half>) {
+  __device__ __forceinline__ void convert(const DecodeAttentionParams& p) {
+    if (!S::kWide || !is_bf16<S>(p)) return;
 #pragma unroll
-      for (int n = 0; n < S::kRowTiles; ++n) {
+    for (int n = 0; n < S::kRowTiles; ++n) {
 #pragma unroll
-        for (int d = 0; d < S::kBlocks; ++d) q[n][d][0] = to_half_pair<Q>(q[n][d][0]), q[n][d][1] = to_half_pair<Q>(q[n][d][1]);
-      }
+      for (int d = 0; d < S::kBlocks; ++d) q[n][d][0] = to_half_pair(q[n][d][0]), q[n][d][1] = to_half_pair(q[n][d][1]);
     }
   }
 

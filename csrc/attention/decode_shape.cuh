@@ -16,13 +16,13 @@ constexpr int kRingBytes = 96 * 1024;  // in flight per SM; more only lengthens 
 constexpr int kNarrow = 128;           // up to this D a CTA has 8 warps, and can hold two row tiles
 constexpr int decode_warps(int dim) { return dim > kNarrow ? 4 : 8; }
 
-template <class Q, class Stored, int Dim, int RowTiles, int Warps>
+// Stored: of the caches. What is one byte wide is computed in fp16, whatever q is: such kernels learn q's dtype at run time.
+template <class Stored, int Dim, int RowTiles, int Warps>
 struct DecodeShape {
-  using Query = Q;
   using Cache = Stored;
   static constexpr int kDim = Dim, kRowTiles = RowTiles, kWarps = Warps, kThreads = Warps * 32;
   static constexpr bool kWide = sizeof(Cache) == 1;                        // widened to fp16 in registers
-  using Math = std::conditional_t<kWide, __half, Q>;                       // of the mma
+  using Math = std::conditional_t<kWide, __half, Cache>;                   // of the mma
   static constexpr int kRowBytes = Dim * static_cast<int>(sizeof(Cache));  // of one key
   static constexpr int kChunks = kRowBytes / 16;                           // of 16 bytes
   // Chunks from row to row: rows whose chunk count is no power of two are padded to an odd one instead of swizzled.
@@ -41,6 +41,12 @@ struct DecodeShape {
   static_assert(kSlots >= 2 && Dim % 16 == 0);
 };
 
+template <class S>
+__device__ __forceinline__ bool is_bf16(const DecodeAttentionParams& p) {
+  if constexpr (S::kWide) return p.dtype == DType::kBF16;
+  return std::is_same_v<typename S::Cache, __nv_bfloat16>;
+}
+
 // Where chunk `chunk` of row `row` lies: 8 rows of one chunk, as ldmatrix reads them, fall into different banks.
 template <class S>
 __device__ __forceinline__ int place_of(int row, int chunk) {
@@ -54,9 +60,8 @@ __device__ __forceinline__ uint32_t pack_pair(float lo, float hi, __nv_bfloat16)
   const __nv_bfloat162 h = __floats2bfloat162_rn(lo, hi);
   return *reinterpret_cast<const uint32_t*>(&h);
 }
-template <class Q>
+// Two bf16 to two fp16, clamped.
 __device__ __forceinline__ uint32_t to_half_pair(uint32_t two) {
-  if constexpr (std::is_same_v<Q, __half>) return two;
   constexpr float kMax = 65504.f;
   const float lo = __uint_as_float(two << 16), hi = __uint_as_float(two & 0xffff0000u);
   return pack_pair(fminf(fmaxf(lo, -kMax), kMax), fminf(fmaxf(hi, -kMax), kMax), __half{});

@@ -38,14 +38,17 @@ __device__ __forceinline__ Sequence sequence_at(const DecodeAttentionParams& p, 
 
 __device__ __forceinline__ int units_of(const DecodeAttentionParams& p) { return p.kv_heads * p.chunks; }
 
-// The steps of each worker, equal to within two; with few steps those of the first workers, 4 each. Divisions cost a kernel this short
-// more than anything else it computes, so the host gives reciprocals.
+// The numbers of each worker, equal to within two. With few to a segment there are as many workers as segments: to join a cut segment would
+// take longer than what more SMs save. With very few the first workers have 4 each. Divisions
+// would cost a kernel this short more than anything else it computes, so the host gives reciprocals.
 struct Shares {
   int workers, total;
   uint32_t share;
   bool few;
-  __device__ __forceinline__ Shares(const DecodeAttentionParams& p, int total)
-      : workers(p.workers), total(total), share(p.share), few(total < 4 * p.workers) {}
+  __device__ __forceinline__ Shares(const DecodeAttentionParams& p, int total) : workers(p.workers), total(total), share(p.share) {
+    if (total <= p.whole_below) workers = p.whole_workers, share = p.whole_share;
+    few = total < 4 * workers;  // else some would have nothing, for which a worker ahead of them would wait
+  }
   __device__ __forceinline__ int begin(int i) const {
     if (few) return min(4 * i, total);
     return i >= workers ? total : static_cast<int>(__umulhi(static_cast<uint32_t>(total), i * share));
@@ -218,10 +221,9 @@ __device__ __forceinline__ RowEnd finish_row(float reference, float sum, const f
 }
 
 // Rows without keys, and rows of q that belong to no sequence: 0, and the LSE of nothing but the sink. Shared out over all CTAs.
-template <class Q>
 __device__ __forceinline__ void write_empty_rows(const DecodeAttentionParams& p) {
   const auto write = [&p](int64_t token, bool belongs) {
-    uint4* const to = reinterpret_cast<uint4*>(static_cast<Q*>(p.out) + token * p.heads * p.dim);
+    uint4* const to = reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + token * p.heads * p.dim);
 #pragma unroll 1
     for (int i = threadIdx.x; i < p.heads * p.dim / 8; i += blockDim.x) to[i] = uint4{0, 0, 0, 0};
 #pragma unroll 1
