@@ -42,99 +42,44 @@ struct BlockScales {
   }
 };
 
-// Starts the products of one stage, or of two with their instructions in turn: those of one sum wait for each other, those of two do not.
-template <class C, int Count>
-__device__ __forceinline__ void start_blocks(float (&part)[Count][C::R], const Shared<C>& smem, int share, const int (&stage)[Count],
-                                             int row) {
-  uint64_t a[Count], b[Count];
-#pragma unroll
-  for (int i = 0; i < Count; ++i) {
-    a[i] = smem_descriptor<SmemLayout::kSwizzle128>(smem.a(stage[i]) + (share * C::kBlocksM + row) * 64 * kStageBytes, 8 * kStageBytes);
-    b[i] = smem_descriptor<SmemLayout::kSwizzle128>(smem.b(stage[i]), 8 * kStageBytes);
-    wgmma_pin(part[i]);
-  }
+// The products of one stage and 64 rows, block i of this warpgroup's.
+template <class C>
+__device__ __forceinline__ void multiply_block(float (&part)[C::R], const Shared<C>& smem, int share, int stage, int i) {
+  const uint64_t a =
+      smem_descriptor<SmemLayout::kSwizzle128>(smem.a(stage) + (share * C::kBlocksM + i) * 64 * kStageBytes, 8 * kStageBytes);
+  const uint64_t b = smem_descriptor<SmemLayout::kSwizzle128>(smem.b(stage), 8 * kStageBytes);
+  wgmma_pin(part);
   wgmma_fence();
 #pragma unroll
   for (int s = 0; s < kStageBytes / 32; ++s) {
-#pragma unroll
-    for (int i = 0; i < Count; ++i) {
-      Wgmma<C::BN>::template ss<typename C::T>(part[i], descriptor_step(a[i], 32 * s), descriptor_step(b[i], 32 * s), s > 0);
-    }
+    Wgmma<C::BN>::template ss<typename C::T>(part, descriptor_step(a, 32 * s), descriptor_step(b, 32 * s), s > 0);
   }
   wgmma_commit();
 }
 
-template <int R>
-__device__ __forceinline__ void promote(float (&d)[R], float (&part)[R], const float (&scale)[2]) {
-  wgmma_pin(part);
-#pragma unroll
-  for (int j = 0; j < R; ++j) d[j] = fmaf(part[j], scale[j / 2 % 2], d[j]);
-}
-
-// Two warpgroups of 64 rows: each takes the tensor cores for two stages and scales them while the other has them. (Without the turns both
-// multiply at once and then both scale at once.) Named barriers 6 and 7 pass the turn on; warpgroup 1 gives the first away.
-template <class C>
-__device__ __forceinline__ void sum_block_pairs(float (&d)[C::R], BlockScales<C>& scales, const Shared<C>& smem, const Walk<C>& walk,
-                                                int share, Ring<C>& ring) {
-  float part[2][C::R], scale[2][1][2];
-  int k = walk.k_begin;
-  for (; k + 1 < walk.k_end; k += 2) {
-    int stage[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      stage[i] = ring.stage;
-      barrier_wait(smem.full(ring.stage), ring.phase);
-      ring.next();
-      scales.next(scale[i]);
-    }
-    named_sync(6 + share, 256);
-    start_blocks<C, 2>(part, smem, share, stage, 0);
-    named_arrive(7 - share, 256);
-    wgmma_wait<0>();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      release(smem.empty(stage[i]));
-      promote(d, part[i], scale[i][0]);
-    }
-  }
-  if (k < walk.k_end) {
-    auto& last = reinterpret_cast<float (&)[1][C::R]>(part[0]);
-    const int stage[1] = {ring.stage};
-    barrier_wait(smem.full(ring.stage), ring.phase);
-    ring.next();
-    scales.next(scale[0]);
-    start_blocks<C, 1>(last, smem, share, stage, 0);
-    wgmma_wait<0>();
-    release(smem.empty(stage[0]));
-    promote(d, last[0], scale[0][0]);
-  }
-}
-
+// While one warpgroup scales, the other keeps the tensor cores busy.
 template <class C>
 __device__ __forceinline__ void sum_blocks(float (&d)[C::kBlocksM][C::R], BlockScales<C>&& scales, const Shared<C>& smem,
                                            const Walk<C>& walk, int share, Ring<C>& ring) {
-  static_assert(C::BK == 128 && 128 % C::BN == 0 && C::kWay != Way::kTurns, "a stage is one block, a tile has one scale of w");
+  static_assert(C::BK == 128 && 128 % C::BN == 0 && C::kWay == Way::kTogether, "a stage is one block, a tile has one scale of w");
 #pragma unroll
   for (int i = 0; i < C::kBlocksM; ++i) {
 #pragma unroll
     for (int j = 0; j < C::R; ++j) d[i][j] = 0.f;
   }
-  if constexpr (C::kBlocksM == 1) {
-    sum_block_pairs<C>(d[0], scales, smem, walk, share, ring);
-  } else {
-    float scale[C::kBlocksM][2];
-    for (int k = walk.k_begin; k < walk.k_end; ++k, ring.next()) {
-      scales.next(scale);
-      barrier_wait(smem.full(ring.stage), ring.phase);
+  float scale[C::kBlocksM][2];
+  for (int k = walk.k_begin; k < walk.k_end; ++k, ring.next()) {
+    scales.next(scale);
+    barrier_wait(smem.full(ring.stage), ring.phase);
 #pragma unroll
-      for (int i = 0; i < C::kBlocksM; ++i) {
-        float part[1][C::R];
-        const int stage[1] = {ring.stage};
-        start_blocks<C, 1>(part, smem, share, stage, i);
-        wgmma_wait<0>();
-        if (i == C::kBlocksM - 1) release(smem.empty(ring.stage));
-        promote(d[i], part[0], scale[i]);
-      }
+    for (int i = 0; i < C::kBlocksM; ++i) {
+      float part[C::R];
+      multiply_block<C>(part, smem, share, ring.stage, i);
+      wgmma_wait<0>();
+      wgmma_pin(part);
+      if (i == C::kBlocksM - 1) release(smem.empty(ring.stage));
+#pragma unroll
+      for (int j = 0; j < C::R; ++j) d[i][j] = fmaf(part[j], scale[i][j / 2 % 2], d[i][j]);
     }
   }
 }

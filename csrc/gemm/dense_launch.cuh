@@ -74,12 +74,11 @@ struct Tiles {
 // Tiles of operands T and results Out without an activation, gate, soft cap or residual.
 template <class T, class Out>
 using PlainTiles =
-    Tiles<Tile<T, Out, Way::kTurns, 128, 112>, Tile<T, Out, Way::kTurns, 128, 128>, Tile<T, Out, Way::kTurns, 128, 160>,
-          Tile<T, Out, Way::kTogether, 128, 32>, Tile<T, Out, Way::kTogether, 128, 48>, Tile<T, Out, Way::kTogether, 128, 64>,
-          Tile<T, Out, Way::kTogether, 128, 96>, Tile<T, Out, Way::kTogether, 128, 112>, Tile<T, Out, Way::kTogether, 128, 128>,
-          Tile<T, Out, Way::kTogether, 128, 192>, Tile<T, Out, Way::kTogether, 128, 224>, Tile<T, Out, Way::kTogether, 128, 256>,
-          Tile<T, Out, Way::kTogether, 128, 64, 2>, Tile<T, Out, Way::kTogether, 128, 128, 2>, Tile<T, Out, Way::kTogether, 128, 160, 2>,
-          Tile<T, Out, Way::kTogether, 128, 128, 4>>;
+    Tiles<Tile<T, Out, Way::kTurns, 128, 128>, Tile<T, Out, Way::kTurns, 128, 160>, Tile<T, Out, Way::kTogether, 128, 32>,
+          Tile<T, Out, Way::kTogether, 128, 48>, Tile<T, Out, Way::kTogether, 128, 64>, Tile<T, Out, Way::kTogether, 128, 96>,
+          Tile<T, Out, Way::kTogether, 128, 112>, Tile<T, Out, Way::kTogether, 128, 128>, Tile<T, Out, Way::kTogether, 128, 192>,
+          Tile<T, Out, Way::kTogether, 128, 224>, Tile<T, Out, Way::kTogether, 128, 256>, Tile<T, Out, Way::kTogether, 128, 64, 2>,
+          Tile<T, Out, Way::kTogether, 128, 128, 2>, Tile<T, Out, Way::kTogether, 128, 160, 2>, Tile<T, Out, Way::kTogether, 128, 128, 4>>;
 
 // Fewer of them, for types that are rare.
 template <class T, class Out>

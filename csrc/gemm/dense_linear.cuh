@@ -141,7 +141,6 @@ __device__ __forceinline__ void consume(const Maps& maps, const Shape& shape, co
     pass_turn<C>();
     ring.skip(walk.k_end - walk.k_begin);
   }
-  if (C::kSums == Sums::kBlock && share == 1) named_arrive(6, 256);  // see sum_block_pairs
   uint32_t columns_phase = 0;
   int buffer = 0;
   for (int tile = walk.first() + turn * walk.step; tile < walk.count(); tile += C::kTiles * walk.step, columns_phase ^= 1) {
