@@ -67,11 +67,9 @@ __device__ __forceinline__ void attend(const PrefillAttentionParams& p, const It
 
   int tile = item.last_tile;
   barrier_wait(smem.full_k(ks.stage), ks.phase);
-  named_sync(kTurn + group, 256);
   wgmma_fence();
   C::scores(s, q, k_at(ks.stage));
   wgmma_commit();
-  named_arrive(kTurn + 1 - group, 256);
   wgmma_wait<0>();
   wgmma_pin(s);
   if (leader) barrier_arrive(smem.empty_k(ks.stage));
@@ -82,14 +80,12 @@ __device__ __forceinline__ void attend(const PrefillAttentionParams& p, const It
 
   if (tile > item.first_tile) barrier_wait(smem.full_k(ks.stage), ks.phase);
   for (--tile; tile >= item.first_tile; --tile) {
-    named_sync(kTurn + group, 256);
     wgmma_fence();
     C::scores(s, q, k_at(ks.stage));
     wgmma_commit();
     barrier_wait(smem.full_t(ts.stage), ts.phase);
     C::values(part, packed, v_at(ts.stage));
     wgmma_commit();
-    named_arrive(kTurn + 1 - group, 256);
     wgmma_wait<1>();
     wgmma_pin(s);
     if (leader) barrier_arrive(smem.empty_k(ks.stage));
@@ -112,11 +108,9 @@ __device__ __forceinline__ void attend(const PrefillAttentionParams& p, const It
   }
 
   barrier_wait(smem.full_t(ts.stage), ts.phase);
-  named_sync(kTurn + group, 256);
   wgmma_fence();
   C::values(part, packed, v_at(ts.stage));
   wgmma_commit();
-  named_arrive(kTurn + 1 - group, 256);
   if (leader) barrier_arrive(smem.empty_q());
   wgmma_wait<0>();
   wgmma_pin(part);
@@ -177,7 +171,7 @@ __device__ __forceinline__ void consume(const PrefillAttentionParams& p, const S
   Ring<Tile::kStagesT> ts;
   Ring<Tile::kItems> items;
   uint32_t q_phase = 0;
-  if (group == 1) named_arrive(kTurn, 256);  // the first turn is warpgroup 0's
+  if (Tile::kWide && group == 1) named_arrive(kTurn, 256);  // the first turn is warpgroup 0's
   const int lane = threadIdx.x % 32;
   for (;; items.next()) {
     barrier_wait(smem.full_item(items.stage), items.phase);
