@@ -64,7 +64,7 @@ class Graphs:
                     self._make_room(step(n))  # a call before: what is set up by the first one must not be captured
                 torch.cuda.current_stream(self._device).wait_stream(stream)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, stream=stream):
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     out = self._keep(step(n))
                 self._graphs[kind, n] = graph, out
                 advance()

@@ -18,6 +18,8 @@ class EngineLoop:
     def __init__(self, engine: Engine, watchdog: float) -> None:
         self.engine = engine
         self.closed: str | None = None  # why nothing is taken any more
+        device = engine.device
+        self._device = None if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
         self._watchdog, self._step_began = watchdog, 0.0  # 0: no step is running
         self._inbox: deque[tuple[Request, bool]] = deque()  # (request, True: enqueue, False: abort)
         self._wake = threading.Event()
@@ -48,9 +50,19 @@ class EngineLoop:
             self._thread.join()
 
     def _run(self) -> None:
+        try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)  # a thread begins on the first one
+            self._serve()
+        except BaseException as error:
+            self.closed = f"the engine's thread ended: {type(error).__name__}: {error}"
+            self._end_all("error", self.closed)
+            raise
+        finally:
+            self._end_all("abort", None)
+
+    def _serve(self) -> None:
         engine = self.engine
-        if engine.device.type == "cuda":
-            torch.cuda.set_device(engine.device)  # a thread begins on the first one
         while self.closed is None:
             self._wake.clear()
             while self._inbox:
@@ -68,7 +80,6 @@ class EngineLoop:
             except Exception as error:  # whatever a model raises ends the requests at hand, not the process
                 engine.fail(f"a step of the engine failed: {type(error).__name__}: {error}")
             self._step_began = 0.0
-        self._end_all("abort", None)
 
     def _hangs(self) -> bool:
         return 0.0 < self._step_began < time.monotonic() - self._watchdog
