@@ -64,7 +64,7 @@ def linear_fp8(
 
     Args:
         x: e4m3 `[M, K]` rows, K a multiple of 16 from 16 on. The base and the row stride are multiples of 16 bytes.
-        weight: e4m3 `[N, K]` rows, aligned like x, N a multiple of 16 from 16 on. A constant: with up to 64 rows of x the kernel reads
+        weight: e4m3 `[N, K]` rows, aligned like x, N a multiple of 16 from 16 on. A constant: with up to 16 rows of x the kernel reads
             it before the kernels ahead of it in the stream have finished (`skinny_linear`).
         x_scale: fp32 dequantisation scales: `[1]` for all of x, `[M]` one per row (`quantize_fp8` mode token), or `[M, ceil(K / 128)]`
             one per 128 columns of a row (mode group).
