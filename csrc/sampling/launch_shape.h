@@ -1,5 +1,8 @@
 // How many CTAs share a row. The results do not depend on it (integer sums, exact order), so it follows the batch: a few rows want many
-// SMs each; from 133 rows on each has one CTA, two of which share an SM, so that 256 rows are one wave without cluster barriers.
+// SMs each; from 133 rows on each has one CTA, two of which share an SM, so that 256 rows are one wave without exchanges. Where a row is
+// read several times, halves of rows in two waves are faster: more of the rows in progress fits shared memory and L2, and the rows that
+// top-p rejects do not wait for one SM each. 256 rows of 128256, us, with 1 and 2 CTAs: top-p bf16 71, 60 and fp32 98, 80; plain fp32 60,
+// 54; token_logprobs fp32 60, 57; but plain bf16 33, 36 and top-k bf16 25, 31. Four: slower everywhere.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -24,9 +27,10 @@ struct Spread {
   int64_t tops;   // bytes for Row::tops behind them
 };
 
-inline Spread spread_row(int64_t rows, int64_t vocab, int64_t item_size, int64_t work_bytes) {
+inline Spread spread_row(int64_t rows, int64_t vocab, int64_t item_size, int64_t work_bytes, bool rereads) {
   int cluster = 1;
   while (cluster < kMaxCtas && rows * cluster * 2 <= kResident && vocab > cluster * kFewTokens) cluster *= 2;
+  if (rereads && cluster == 1 && rows <= kResident && vocab > kFewTokens) cluster = 2;
   const int64_t slice = ((vocab + cluster - 1) / cluster + 7) / 8 * 8;
   const int64_t chunks = (slice + kHeldStep - 1) / kHeldStep, tops = chunks <= kMaxTops ? chunks * kRowThreads * 2 : 0;
   const int64_t room = (rows * cluster <= kSms ? kWholeSm : kHalfSm) - work_bytes - tops;

@@ -1,5 +1,5 @@
 // Exact selection on a row held by a cluster: the k first tokens in the total order (logit descending, id ascending).
-// Usual case, k <= kBrief: the tokens that reach a bound taken from the threads' maxima (row.cuh) are few, and CTA 0 lists them.
+// Usual case, k <= kBrief: the tokens that reach a bound taken from the threads' maxima (row.cuh) are few, and are sent to CTA 0.
 // Else a radix descent finds the k-th token's place: histogram -> bin that holds it -> gather that bin's tokens (at most kItems, else
 // descend again) -> every warp of the cluster ranks some of them against all.
 //   level 1    linear in the logit below the maximum: real rows spread over many bins there, while the top bits of a float put most of

@@ -1,10 +1,11 @@
 // token_logprobs: logsumexp of the row, log-probability and rank of one token, and the top_n tokens with their log-probabilities.
 //
 // One cluster per row, one read of global memory (row.cuh); maximum (1 exchange), one pass that sums exponentials and counts the tokens
-// ahead (1 exchange), then the exact top_n through a shortlist (select.cuh, 1 exchange), ordered by CTA 0.
+// ahead and one that lists the first top_n and few others (select.cuh, 1 exchange for both), ordered by CTA 0.
 // Sums are fp32 within four tokens and 2^-40 fixed point beyond: independent of the cluster size.
 // Estimates, V = 128256, 256 rows: read 14 us (bf16) or 29 us (fp32) at 4.6 TB/s, the pass over the weights 12 us, and what of the row
 // does not fit shared memory again from L2 or HBM.
+// Measured, H200, V = 128256, bf16 and fp32, us: 1 row 3.6, 4.0 and with top_n = 20 5.6, 5.8; 256 rows 37, 50 and 42, 57.
 #pragma once
 #include "common/launch.h"
 #include "sampling/select.cuh"
@@ -97,7 +98,7 @@ __device__ void write_invalid(const TokenLogprobsParams& p, int64_t at) {
   }
 }
 
-// grid: rows * cluster; dynamic shared memory: LogprobsWork, then `held` tokens.
+// grid: rows * cluster; dynamic shared memory: LogprobsWork, `held` tokens, their bounds (Row::tops).
 template <class T, int kThreads>
 __global__ __launch_bounds__(kThreads, 1024 / kThreads) void token_logprobs_kernel(TokenLogprobsParams p, int slice, int held) {
   extern __shared__ __align__(16) unsigned char smem[];
