@@ -149,7 +149,10 @@ struct Merger {
           join(quad, part);
           emit(p, space, at, quad, n, g, first, pieces);
         }
-        if (more || n + 1 < S::kRowTiles) cluster_arrive();
+        if (more || n + 1 < S::kRowTiles) {
+          __syncthreads();  // all have read the exchange, which a warp without steps in the next segment overwrites at once
+          cluster_arrive();
+        }
       }
       if (pieces > 0) clear_sums(p, space, n, pieces);
     }
