@@ -27,6 +27,9 @@ CUtensorMap weight_map(const SkinnyLinearParams& p, int items, int block_rows) {
                             {p.w_stride, p.n / 2 * p.w_stride, 8 * p.w_stride}, {items, 8, 2, block_rows / 16}, Swizzle::k128);
 }
 
+// Of a CTA's weights not yet asked for when the next kernel is let in: it takes about 2 us to start.
+constexpr int kTriggerBytes = 64 * 1024;
+
 template <class T, class Out, int N, int Slabs, bool Gated, bool Norm>
 void run(const SkinnyLinearParams& p, cudaStream_t stream) {
   using Shape = gemm::SkinnyShape<N, Slabs, Norm>;
@@ -45,6 +48,7 @@ void run(const SkinnyLinearParams& p, cudaStream_t stream) {
   args.per_cluster = plan.per_cluster;
   args.w_stages = std::min(Shape::kRing / (plan.block_rows * gemm::kSlabBytes * Slabs), gemm::kMaxStages);
   args.x_stages = Shape::kXStages;
+  args.trigger_left = static_cast<int>(gemm::ceil_div(kTriggerBytes, plan.block_rows * gemm::kSlabBytes * Slabs));
   args.norm_weight = p.norm_weight;
   args.norm_fp32 = p.norm_fp32;
   args.eps = p.eps;

@@ -32,6 +32,7 @@ struct SkinnyArgs {
   int split;       // CTAs of a cluster
   int block_rows, blocks, per_cluster;
   int w_stages, x_stages;
+  int trigger_left;         // loads of the weights to go when the next kernel is let in
   const void* norm_weight;  // [K]; of kernels with Norm
   bool norm_fp32;
   float eps;
@@ -50,10 +51,9 @@ struct SkinnyShape {
   static constexpr int kXTarget = N <= 16 ? 16 * 1024 : N <= 32 ? 32 * 1024 : 64 * 1024;
   static constexpr int kXStages = kXTarget / kXUnit < 2 ? 2 : kXTarget / kXUnit > 8 ? 8 : kXTarget / kXUnit;
   static constexpr bool kOwnSums = N <= 16;
-  // Of one block: at most 4 ranks' pieces of 16 rows (+ 4 of padding against bank conflicts).
-  static constexpr int kSumsPerBlock = N * 4 * (16 + 4) * 4;
+  static constexpr int kSumsPerBlock = N * kBlockRows * 4;  // of all ranks of a cluster: 64 / split rows each
   static constexpr int kSums = kOwnSums ? kTileBlocks * kSumsPerBlock : kSkinnyGroups * 4 * 8 * (16 + 4) * 4;
-  static constexpr int kBarriers = 2 * 8 * (kMaxStages + kXStages);
+  static constexpr int kBarriers = 2 * 8 * (kMaxStages + kXStages) + 8;
   static constexpr int kStats = Norm ? (Slabs + 4) * N * 4 : 0;  // sums of squares: of the slabs, of the ranks
   static constexpr int kRing = (kShared - kXStages * kXUnit - kSums - kBarriers - kStats) / 1024 * 1024;
   static_assert(kOwnSums || kTileBlocks * kSumsPerBlock <= kRing + kXStages * kXUnit, "the sums fit the drained rings");
@@ -93,9 +93,17 @@ __device__ __forceinline__ float load_shared(uint32_t address) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
   return x;
 }
-__device__ __forceinline__ void store_remote(uint32_t address, float x) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+// Into another CTA of the cluster; the bytes count at its barrier. A cluster barrier that releases memory takes 1.1 us, this 0.4.
+__device__ __forceinline__ void send(uint32_t address, uint32_t barrier, float x) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address), "f"(x), "r"(barrier) : "memory");
 }
+__device__ __forceinline__ void send(uint32_t address, uint32_t barrier, float x, float y, float z, float w) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address), "f"(x), "f"(y),
+               "f"(z), "f"(w), "r"(barrier)
+               : "memory");
+}
+// Orders execution, not memory: what it guards is passed on by barriers of its own, or has been read already.
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 
 template <class T, class Out, int N, int Slabs, bool Gated, bool Norm>
 struct Skinny {
@@ -106,8 +114,8 @@ struct Skinny {
   static constexpr int kChunks = (N * 8 * Slabs + kConsumers - 1) / kConsumers;  // 16-byte pieces of a unit of x per consumer
 
   const SkinnyArgs& a;
-  uint32_t ring, x_ring, sums, w_full, w_empty, x_full, x_empty, stats;  // shared addresses
-  int rank, first, mine;                                                 // CTA of the cluster; first block and number of blocks
+  uint32_t ring, x_ring, sums, w_full, w_empty, x_full, x_empty, landed, stats;  // shared addresses
+  int rank, first, mine;                                                         // CTA of the cluster; first block and number of blocks
 
   __device__ __forceinline__ Skinny(const SkinnyArgs& args, uint32_t base) : a(args) {
     ring = base;
@@ -117,7 +125,8 @@ struct Skinny {
     w_empty = w_full + 8 * kMaxStages;
     x_full = w_empty + 8 * kMaxStages;
     x_empty = x_full + 8 * Shape::kXStages;
-    stats = x_empty + 8 * Shape::kXStages;
+    landed = x_empty + 8 * Shape::kXStages;
+    stats = landed + 8;
     rank = static_cast<int>(cluster_rank());
     first = static_cast<int>(blockIdx.x) / a.split * a.per_cluster;
     mine = min(a.per_cluster, a.blocks - first);
@@ -134,11 +143,13 @@ struct Skinny {
       barrier_init(x_full + 8 * lane, 1);
       barrier_init(x_empty + 8 * lane, 4 * kSkinnyGroups);
     }
+    if (lane == 0) barrier_init(landed, 1);
     barrier_init_fence();
+    if (lane == 0 && a.split > 1) barrier_arrive_expect(landed, mine * Shape::kSumsPerBlock + (Norm ? a.split * N * 4 : 0));
   }
 
   struct WeightLoads {
-    int tile = 0, unit, block = 0;
+    int tile = 0, unit, block = 0, left;
     RingPosition at;
   };
   struct XLoads {
@@ -154,6 +165,7 @@ struct Skinny {
   }
 
   __device__ __forceinline__ void load(WeightLoads& w, const CUtensorMap* map) const {
+    if (w.left-- == a.trigger_left) pdl_trigger();
     const uint32_t slab = a.block_rows * kSlabBytes;
     const uint32_t full = w_full + 8 * w.at.stage, to = ring + w.at.stage * slab * Slabs;
     const int row = (first + w.tile + w.block) * a.block_rows;
@@ -174,7 +186,6 @@ struct Skinny {
     if (w.unit < a.units) return;
     w.unit = rank;
     w.tile += kTileBlocks;
-    if (w.tile >= mine) pdl_trigger();  // the next kernel's loads queue up behind these
   }
 
   __device__ __forceinline__ void load(XLoads& x, const CUtensorMap* map) const {
@@ -191,7 +202,8 @@ struct Skinny {
 
   // One thread. The ring fills before the wait: no kernel writes weights.
   __device__ __forceinline__ void produce(const CUtensorMap* w_map, const CUtensorMap* x_map) const {
-    WeightLoads w{.unit = rank};
+    WeightLoads w{.unit = rank, .left = mine * ((a.units - rank + a.split - 1) / a.split)};
+    if (w.left < a.trigger_left) pdl_trigger();
     XLoads x{.unit = rank};
     prefetch_map(w_map);
     prefetch_map(x_map);
@@ -203,9 +215,9 @@ struct Skinny {
     }
   }
 
-  // acc (+)= one unit, for Width rows of x.
+  // Starts acc (+)= one unit, for Width rows of x.
   template <int Width>
-  __device__ __forceinline__ void multiply(float (&acc)[Width / 2], uint32_t w, uint32_t x, bool accumulate) const {
+  __device__ __forceinline__ void start_product(float (&acc)[Width / 2], uint32_t w, uint32_t x, bool accumulate) const {
     const uint64_t wd = smem_descriptor<SmemLayout::kSwizzle128>(w, 8 * kSlabBytes);
     const uint64_t xd = smem_descriptor<SmemLayout::kSwizzle128>(x, 8 * kSlabBytes);
     const uint32_t slab = a.block_rows * kSlabBytes;
@@ -220,21 +232,24 @@ struct Skinny {
       }
     }
     wgmma_commit();
-    wgmma_wait<0>();
     wgmma_pin(acc);
   }
 
   // The tensor core keeps about 14 bits of a sum of e4m3 products: the sum of each unit is added in fp32, by at most 16 rows of x at a
   // time to bound the registers.
+  // Returns with the products before this one finished; two-byte types leave this one under way.
   __device__ __forceinline__ void accumulate(float (&acc)[kSums], uint32_t w, uint32_t x) const {
     if constexpr (sizeof(T) == 2) {
-      multiply<N>(acc, w, x, true);
+      start_product<N>(acc, w, x, true);
+      wgmma_wait<1>();
     } else {
       constexpr int kWidth = N < 16 ? N : 16;
 #pragma unroll
       for (int part = 0; part < N / kWidth; ++part) {
         float fresh[kWidth / 2];
-        multiply<kWidth>(fresh, w, x + part * kWidth * kSlabBytes, false);
+        start_product<kWidth>(fresh, w, x + part * kWidth * kSlabBytes, false);
+        wgmma_wait<0>();
+        wgmma_pin(fresh);
 #pragma unroll
         for (int j = 0; j < kWidth / 2; ++j) acc[part * kWidth / 2 + j] += fresh[j];
       }
@@ -306,7 +321,11 @@ struct Skinny {
 #pragma unroll
       for (int s = 0; s < Slabs; ++s) sum += load_shared(stats + (s * N + threadIdx.x) * 4);
       const uint32_t own = stats + (Slabs * N + rank * N + threadIdx.x) * 4;
-      for (int r = 0; r < a.split; ++r) store_remote(remote_address(own, r), sum);
+      if (a.split == 1) {
+        store_shared(own, sum);
+      } else {
+        for (int r = 0; r < a.split; ++r) send(remote_address(own, r), remote_address(landed, r), sum);
+      }
     }
     if (a.split == 1) named_sync(1, kConsumers);
   }
@@ -325,6 +344,7 @@ struct Skinny {
     for (int tile = 0; tile < mine; tile += kTileBlocks) {
       const int blocks = min(kTileBlocks, mine - tile);
       float acc[2][kSums] = {}, squares[kChunks] = {};
+      uint32_t held_w = 0, held_x = 0;  // what the product under way still reads
       for (int unit = rank; unit < a.units; unit += a.split) {
         barrier_wait(x_full + 8 * xp.stage, xp.parity);
         if constexpr (Norm) normalise(x_ring + xp.stage * Shape::kXUnit, unit, squares);
@@ -333,17 +353,27 @@ struct Skinny {
         for (int block = 0; block < kTileBlocks; ++block) {
           if (block < blocks) {
             barrier_wait(w_full + 8 * wp.stage, wp.parity);
+            uint32_t done = w_empty + 8 * wp.stage;
             if (block % kSkinnyGroups == group) {
               accumulate(acc[block / kSkinnyGroups], ring + wp.stage * (a.block_rows * kSlabBytes * Slabs),
                          x_ring + xp.stage * Shape::kXUnit);
+              const uint32_t before = held_w;
+              held_w = done;
+              done = before;
             }
-            if (leader) barrier_arrive(w_empty + 8 * wp.stage);
+            if (leader && done != 0) barrier_arrive(done);
             wp.advance(a.w_stages);
           }
         }
-        if (leader) barrier_arrive(x_empty + 8 * xp.stage);
+        if (leader && held_x != 0) barrier_arrive(held_x);
+        held_x = x_empty + 8 * xp.stage;
         xp.advance(a.x_stages);
       }
+      wgmma_wait<0>();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) wgmma_pin(acc[i]);
+      if (leader && held_w != 0) barrier_arrive(held_w);
+      if (leader && held_x != 0) barrier_arrive(held_x);
       if (a.split == 1) {
         if constexpr (Norm) share_squares(squares);
         store_own(acc, tile, blocks);
@@ -410,45 +440,47 @@ struct Skinny {
   }
 
   // Each CTA of the cluster finishes 64 / split rows of each block: it gets them from all, and adds them in the order of the ranks.
+  // They travel and lie as fragments: for each block, rank, 16 rows and 8 columns the four sums of each lane.
   __device__ __forceinline__ void exchange(const float (&acc)[2][kSums], const float (&squares)[kChunks], int blocks) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = threadIdx.x / 128;
-    const int piece = kBlockRows / a.split, pitch = piece + 4;
-    const int owner = 16 * warp / piece, row = 16 * warp % piece + lane / 4;
+    const int log_split = a.split / 2, log_parts = 2 - log_split;  // parts of 16 rows in a rank's piece of a block
     const uint32_t area = Shape::kOwnSums ? sums : ring;
-    if constexpr (!Shape::kOwnSums) cluster_arrive();
+    if constexpr (!Shape::kOwnSums) cluster_arrive_relaxed();
     cluster_wait();  // every CTA runs, and where the rings are the area: has drained them
     if constexpr (Norm) share_squares(squares);
-    const uint32_t to = remote_address(area, owner) + ((rank * N + 2 * (lane % 4)) * pitch + row) * 4;
+    const int owner = warp >> log_parts, part = warp & ((1 << log_parts) - 1);
+    const uint32_t to = remote_address(area, owner) + ((rank << log_parts) + part) * (N * 64) + lane * 16;
+    const uint32_t barrier = remote_address(landed, owner);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (group + 2 * i >= blocks) continue;
-      uint32_t column = to + (group + 2 * i) * Shape::kSumsPerBlock;
 #pragma unroll
       for (int j = 0; j < kSums; j += 4) {
-        store_remote(column, acc[i][j]);
-        store_remote(column + 8 * 4, acc[i][j + 2]);
-        store_remote(column + pitch * 4, acc[i][j + 1]);
-        store_remote(column + pitch * 4 + 8 * 4, acc[i][j + 3]);
-        column += 8 * pitch * 4;
+        send(to + (group + 2 * i) * Shape::kSumsPerBlock + j * 128, barrier, acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]);
       }
     }
-    cluster_sync();
-    const float* slots = reinterpret_cast<const float*>(__cvta_shared_to_generic(area));
-    const int quads = piece / (Gated ? 8 : 4), items = N * quads;
-    for (int item = threadIdx.x; item < blocks * items; item += kConsumers) {
-      const int block = item / items, m = item % items / quads, quad = item % quads;
-      const int local = Gated ? quad / 2 * 16 + quad % 2 * 4 : 4 * quad;
+    barrier_wait(landed, 0);
+    finish(area, blocks, log_split);
+  }
+
+  __device__ __forceinline__ void finish(uint32_t area, int blocks, int log_split) const {
+    const int log_quads = (Gated ? 3 : 4) - log_split, log_parts = 2 - log_split;
+    for (int item = threadIdx.x; item < (blocks * N) << log_quads; item += kConsumers) {
+      const int quad = item & ((1 << log_quads) - 1), m = (item >> log_quads) % N, block = (item >> log_quads) / N;
+      const int local = Gated ? quad / 2 * 16 + quad % 2 * 4 : 4 * quad, row = local % 16;
+      uint32_t from = area + block * Shape::kSumsPerBlock + local / 16 * (N * 64) + m / 8 * 512 + row % 8 * 64 + m % 8 / 2 * 16 +
+                      row / 8 * 8 + m % 2 * 4;
       float v[4] = {}, up[4] = {};
       for (int r = 0; r < a.split; ++r) {
-        const float* from = slots + block * (Shape::kSumsPerBlock / 4) + (r * N + m) * pitch + local;
-        const float4 x = *reinterpret_cast<const float4*>(from);
-        v[0] += x.x, v[1] += x.y, v[2] += x.z, v[3] += x.w;
-        if constexpr (Gated) {
-          const float4 y = *reinterpret_cast<const float4*>(from + 8);
-          up[0] += y.x, up[1] += y.y, up[2] += y.z, up[3] += y.w;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          v[e] += load_shared(from + e * 64);
+          if constexpr (Gated) up[e] += load_shared(from + e * 64 + 8);
         }
+        from += N * 64 << log_parts;
       }
-      if (rank * piece + local < a.block_rows) store(v, up, m, (first + block) * a.block_rows + rank * piece + local);
+      const int piece = rank * (kBlockRows >> log_split) + local;
+      if (piece < a.block_rows) store(v, up, m, (first + block) * a.block_rows + piece);
     }
   }
 };
@@ -463,7 +495,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, SkinnyShape<N, Slabs, Norm>::k
   const int warp = threadIdx.x / 32;
   if (warp == 4 * kSkinnyGroups) skinny.init_barriers();
   __syncthreads();
-  if (SkinnyShape<N, Slabs, Norm>::kOwnSums && args.split > 1) cluster_arrive();
+  if (SkinnyShape<N, Slabs, Norm>::kOwnSums && args.split > 1) cluster_arrive_relaxed();
   if (warp == 4 * kSkinnyGroups) {
     if (elect_one()) skinny.produce(&w_map, &x_map);
     __syncwarp();
@@ -473,9 +505,8 @@ __global__ void __launch_bounds__(kSkinnyThreads, SkinnyShape<N, Slabs, Norm>::k
     skinny.consume();
   }
   if (args.split > 1 && warp == 4 * kSkinnyGroups) {
-    if constexpr (!SkinnyShape<N, Slabs, Norm>::kOwnSums) cluster_arrive();
+    if constexpr (!SkinnyShape<N, Slabs, Norm>::kOwnSums) cluster_arrive_relaxed();
     cluster_wait();
-    cluster_sync();
   }
 }
 

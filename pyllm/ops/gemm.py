@@ -1,6 +1,6 @@
 """Matrix products: the fixed contract of every Linear, and the product with the norm before it and the activation behind it.
 
-On CUDA both choose: few rows go to the kernel `skinny_linear`, the rest to cuBLAS and the separate ops.
+On CUDA both choose: few rows go to the kernel `skinny_linear`, many to `dense_linear`, the rest to cuBLAS and the separate ops.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyllm.ops.dense import dense_serves
 from pyllm.ops.fused import ACTS, activation
 from pyllm.ops.norm import layer_norm, rms_norm
 from pyllm.ops.registry import check, define
@@ -16,7 +17,13 @@ from pyllm.ops.skinny import skinny_serves
 
 NORMS = {"rms": 0, "layer": 1}
 """Names of the norms and their numbers in the op schema."""
+STREAM_ROWS = 8
+"""Rows of x at most that `linear` and `norm_linear` give to `skinny_linear`."""
+STREAM_WEIGHT = 2**23
+"""Elements of a weight at most: up to these it was measured level with or ahead of cuBLAS inside a CUDA graph."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+DENSE_ROWS, DENSE_COLUMNS = 1024, 2048
+"""T and N from which `dense_linear` is measured to be as fast as cuBLAS or faster."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -25,8 +32,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Shapes: x `[T, K]`, weight `[N, K]`, bias `[N]` -> y `[T, N]`. Dtypes: one of bf16, fp16, fp32 for all; accumulation in fp32, one
     rounding.
     Errors: sizes or dtypes that disagree, by name. CUDA: `skinny_linear` for up to 64 rows of bf16 or fp16 where it serves the operands
-    (sm_90, dense rows at multiples of 16 bytes); otherwise cuBLAS through torch. weight and bias are constants: a kernel may read them
-    before the kernels ahead of it in the stream have finished.
+    (sm_90, dense rows at multiples of 16 bytes), `dense_linear` from 1024 rows and N = 2048 on; otherwise cuBLAS through torch. weight
+    and bias are constants: a kernel may read them before the kernels ahead of it in the stream have finished.
     """
     return torch.ops.pyllm.linear(x, weight, bias)
 
@@ -58,9 +65,9 @@ def norm_linear(
         `[T, N]` (gated `[T, F]`) of x.dtype, contiguous.
 
     Rounding: the rows that are multiplied are rounded to x.dtype once, as `norm(x)`, or, where one kernel does it all (kind="rms",
-    bf16, up to 64 rows, operands that `skinny_linear` serves), as `x * norm_weight` with the row's factor behind the sum. There the
-    result is rounded once; the separate ops, which serve everything else on CUDA, round the product, the activation and the sum with
-    the residual.
+    bf16, up to `STREAM_ROWS` rows, weights of up to `STREAM_WEIGHT` elements that `skinny_linear` serves), as `x * norm_weight` with
+    the row's factor behind the sum. There the result is rounded once; the separate ops, which serve everything else on CUDA, round the
+    product, the activation and the sum with the residual.
 
     Raises:
         ValueError (RuntimeError on CUDA): sizes, dtypes, strides or alignment, arguments that do not belong together.
@@ -92,10 +99,17 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+def _streams(x: Tensor, weight: Tensor) -> bool:
+    """Whether skinny_linear serves these and was measured ahead."""
+    return x.shape[0] <= STREAM_ROWS and weight.numel() <= STREAM_WEIGHT and skinny_serves(x, weight)
+
+
 def _linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     _check_linear(x, weight, bias)
-    if skinny_serves(x, weight):
+    if _streams(x, weight):
         return torch.ops.pyllm.skinny_linear(x, weight, None if bias is None else bias.contiguous())
+    if x.shape[0] >= DENSE_ROWS and weight.shape[0] >= DENSE_COLUMNS and dense_serves(x, weight):
+        return torch.ops.pyllm.dense_linear(x, weight, None if bias is None else bias.contiguous())
     return F.linear(x, weight, bias)
 
 
@@ -182,7 +196,8 @@ def _norm_linear_cuda(
     kind: int = 0,
 ) -> Tensor:
     _check_norm_linear(x, weight, bias, norm_weight, norm_bias, act, gated, residual, kind)
-    if kind == NORMS["rms"] and x.dtype == torch.bfloat16 and skinny_serves(x, weight) and norm_weight.data_ptr() % 16 == 0:
+    fits = kind == NORMS["rms"] and x.dtype == torch.bfloat16 and norm_weight.data_ptr() % 16 == 0
+    if fits and _streams(x, weight):
         return torch.ops.pyllm.skinny_linear(x, weight, bias, residual, None, None, act, gated, 0.0, norm_weight, eps)
     h = rms_norm(x, norm_weight, eps) if kind == NORMS["rms"] else layer_norm(x, norm_weight, norm_bias, eps)
     y = torch.ops.pyllm.linear(h, weight, bias)
