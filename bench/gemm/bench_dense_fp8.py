@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bench import Case, Goal
-from bench.gemm.products import ROWS, products
+from bench.gemm.products import products, rows
 from bench.peers import vllm
 from bench.shapes import Shapes
 from pyllm.ops.dense import linear_fp8
@@ -80,4 +80,4 @@ def case_blocks(M: int, N: int, K: int) -> Case:
 def cases(shapes: Shapes) -> list[Case]:
     found = products(shapes)
     blocks = [(N, K) for N, K in found if N % 128 == 0 and K % 128 == 0 and N * K >= 1 << 24]
-    return [case_rows(M, N, K) for M in ROWS for N, K in found] + [case_blocks(4096, N, K) for N, K in blocks]
+    return [case_rows(M, N, K) for M in rows(shapes) for N, K in found] + [case_blocks(4096, N, K) for N, K in blocks]

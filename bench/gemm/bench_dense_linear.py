@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from bench import Case, Goal
-from bench.gemm.products import ROWS, products
+from bench.gemm.products import products, rows
 from bench.shapes import Shapes
 from pyllm.ops.dense import dense_linear
 
@@ -30,4 +30,4 @@ def case(M: int, N: int, K: int) -> Case:
 
 
 def cases(shapes: Shapes) -> list[Case]:
-    return [case(M, N, K) for M in ROWS for N, K in products(shapes)]
+    return [case(M, N, K) for M in rows(shapes) for N, K in products(shapes)]

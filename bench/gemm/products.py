@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from bench.shapes import Shapes
 
-LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-LLAMA_1B = ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192))
-LLAMA_70B_TP8 = ((1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584))
-GOALS = (*LLAMA_8B, *LLAMA_1B, *LLAMA_70B_TP8)
+GOALS = (
+    *((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),  # Llama 8B
+    *((16384, 2048), (2048, 8192)),  # Llama 1B
+    *((1280, 8192), (7168, 8192)),  # Llama 70B, one of 8 ranks
+)
 """(N, K) of weights."""
-ROWS = (256, 1024, 4096, 8192)
-"""M of prefill."""
+
+
+def rows(shapes: Shapes) -> tuple[int, ...]:
+    """M of prefill; other tables than the default take one."""
+    return (256, 1024, 4096) if shapes.name == "default" else (1024,)
 
 
 def products(shapes: Shapes) -> tuple[tuple[int, int], ...]:
