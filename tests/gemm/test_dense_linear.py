@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyllm.ops import dense_linear
+from pyllm.ops import dense_linear, linear
+from pyllm.ops.gemm import DENSE_COLUMNS, DENSE_ROWS
 from tests.fused.formulas import activation64
 from tests.gemm.dense_cases import BF16, EDGES, FP16, SMALL, check_graph, check_repeats, wide
 from tests.support.compare import EPS, assert_close, assert_same
@@ -98,6 +99,13 @@ def test_nan_and_inf_stay_in_their_rows():
     assert got[77].isnan().all() and not got[150].isfinite().any()
     keep = [i for i in range(200) if i not in (77, 150)]
     assert_same(got[keep], want[keep])
+
+
+@pytest.mark.gpu
+def test_linear_takes_it_for_many_rows():
+    x, w = normal(DENSE_ROWS, 64, dtype=BF16).cuda(), normal(DENSE_COLUMNS, 64, dtype=BF16).cuda()
+    b = normal(2 * DENSE_COLUMNS, dtype=BF16).cuda()[::2]
+    assert_same(linear(x, w, b), dense_linear(x, w, b.contiguous()))
 
 
 @pytest.mark.gpu
