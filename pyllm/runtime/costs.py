@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import singledispatch
 from typing import Any
 
@@ -108,7 +108,9 @@ def _(spec: Linear, ctx: Context, path: str) -> Iterator[Row]:
         yield ctx.row(path, f"{what} input", fmt.quantizes, ctx.tokens * (k * (ctx.item + item) + 4), 0, f"{k}", _label(fmt))
     moved = ctx.weight_bytes(fmt, n, k) + ctx.tokens * (n * ctx.item + k * item)
     tags = f"{n}x{k}" + (f" {spec.tp}" if spec.tp and ctx.tp > 1 else "") + (" +bias" if spec.bias else "")
-    yield ctx.row(path, what, fmt.op, moved, 2 * ctx.tokens * n * k, tags, _label(fmt))
+    row = ctx.row(path, what, fmt.op, moved, 2 * ctx.tokens * n * k, tags, _label(fmt))
+    streams = fmt.op == "linear" and ctx.item == 2 and ctx.tokens <= STREAM_ROWS and n * k <= STREAM_WEIGHT and k % 8 == 0
+    yield replace(row, kernel="csrc/gemm/skinny_linear") if streams else row
 
 
 @rows.register

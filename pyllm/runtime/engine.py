@@ -12,17 +12,14 @@ from torch import Tensor
 
 from pyllm.runtime.batch import Batch
 from pyllm.runtime.draft import accepted
-from pyllm.runtime.graph import check_sizes, token_sizes
 from pyllm.runtime.graph import graph_sizes as default_sizes
+from pyllm.runtime.graph import token_sizes
 from pyllm.runtime.host import BlockPool
 from pyllm.runtime.kv import KvPool, SlotSizes, free_bytes, page_bytes, pool_pages
 from pyllm.runtime.params import SamplingParams, id_tuple
 from pyllm.runtime.request import Request, new_request
-from pyllm.runtime.rows import Rows
 from pyllm.runtime.runner import Flight, Runner
 from pyllm.runtime.schedule import Chunk, Scheduler
-from pyllm.runtime.shape import Shaper
-from pyllm.runtime.step import StepBuffers
 
 # Share of the free memory that the KV pool takes when no size is given: the rest is for activations, and a CPU's memory is everybody's.
 POOL_SHARE = {"cuda": 0.8, "cpu": 0.25}
@@ -81,58 +78,51 @@ class Engine:
         draft_ngram: int = 3,
         progress: bool = False,
     ) -> None:
-        sizes: dict[str, int | None] = {
-            "max_batch": max_batch,
-            "chunk": chunk,
-            "draft_ngram": draft_ngram,
-            "page_size": page_size,
-            "pages": pages,
-            "max_tokens": max_tokens,
-        }
-        _check_sizes({**sizes, "max_length": max_length})
+        sizes = {"max_batch": max_batch, "chunk": chunk, "page_size": page_size, "draft_ngram": draft_ngram}
+        _check_sizes(sizes, {"pages": pages, "max_tokens": max_tokens, "max_length": max_length})
         self.spec, self.device, self.eos_ids = spec, torch.device(device), frozenset(id_tuple("Engine: eos_ids", eos_ids))
-        if self.device.type not in POOL_SHARE:
-            raise ValueError(f"Engine: device is {self.device}, expected cpu or cuda")
         kv_dtype = kv_dtype or dtype
-        if kv_dtype not in (dtype, torch.float8_e4m3fn):
-            raise ValueError(f"Engine: kv_dtype is {kv_dtype}, expected {dtype} like dtype, or torch.float8_e4m3fn")
+        _check_types(self.device, dtype, kv_dtype, weights)
         from pyllm.layers import bind  # here: its modules import `Batch` from this package
 
-        if not isinstance(weights, Mapping) and not callable(weights):
-            raise ValueError(f"Engine: weights is {weights!r}, expected a mapping of tensors or a bound module")
         module = bind(spec, weights, device=self.device, dtype=dtype) if isinstance(weights, Mapping) else weights  # type: ignore[arg-type]
+        self.dtype, self.max_batch, self.chunk, self.reserve = dtype, max_batch, chunk, reserve
         self.max_length = max_length or spec.max_positions
         if self.max_length > spec.max_positions:
             raise ValueError(f"Engine: max_length is {max_length}, expected at most the model's context of {spec.max_positions}")
-        max_pages = -(-self.max_length // page_size)
-        free = max(free_bytes(self.device) - spare_bytes, 0)
-        share = None if memory_share is None and max_tokens is not None else int(free * (memory_share or POOL_SHARE[self.device.type]))
-        if pages is not None and max_tokens is not None:
-            raise ValueError(f"Engine: pages={pages} and max_tokens={max_tokens} both size the KV pool, expected one of them")
-        size = page_bytes(spec.kv_slots(), page_size, kv_dtype)
-        count = pages or pool_pages(max_tokens or max_batch * max_pages * page_size, page_size, size, share)
+        count = self._pages(pages, max_tokens, memory_share, spare_bytes, page_size, kv_dtype)
         self.kv = KvPool(spec.kv_slots(), count, page_size, kv_dtype, self.device, kv_scales)
         self.pool = BlockPool(count)
-        room = {"max_batch": max_batch, "max_pages": min(max_pages, count - 1), "page_size": page_size, "device": self.device}
-        rows = Rows(**room)  # type: ignore[arg-type]  # (no request can hold more pages than the pool has)
-        most = max_batch * (1 + draft_len) + chunk
-        buffers = StepBuffers(max_tokens=most, pages=count, vocab=spec.vocab_size, **room)  # type: ignore[arg-type]
-        shaper = Shaper(max_batch=max_batch, vocab=spec.vocab_size, device=self.device)
-        self._scheduler = Scheduler(self.pool, rows, page_size=page_size, max_batch=max_batch, chunk=chunk, reserve=reserve, reuse=reuse)
-        cuda = self.device.type == "cuda"
-        decode = check_sizes("graph_sizes", graph_sizes if graph_sizes is not None else default_sizes(max_batch) if cuda else (), max_batch)
+        self._draft, self.drafted, self.accepted = (draft_len, draft_ngram), 0, 0  # guessed tokens, and how many of them were right
+        cuda, most = self.device.type == "cuda", max_batch * (1 + draft_len) + chunk
+        if graph_sizes is None:
+            graph_sizes = default_sizes(max_batch) if cuda else ()
         if mixed_sizes is None:
-            mixed_sizes = token_sizes(most, spec.kv_slots(), dtype, kv_dtype, page_size) if cuda and decode else ()
-        mixed = check_sizes("mixed_sizes", mixed_sizes, most)
-        self._runner = Runner(module, self.kv, rows, buffers, shaper, decode, mixed)
+            mixed_sizes = token_sizes(most, spec.kv_slots(), dtype, kv_dtype, page_size) if cuda and graph_sizes else ()
+        self._runner = Runner(
+            module, self.kv, vocab=spec.vocab_size, max_batch=max_batch, max_length=self.max_length, max_tokens=most,
+            decode_sizes=graph_sizes, mixed_sizes=mixed_sizes,
+        )  # fmt: skip
+        self._scheduler = Scheduler(
+            self.pool, self._runner.rows, page_size=page_size, max_batch=max_batch, chunk=chunk, reserve=reserve, reuse=reuse
+        )
         if cuda:
             self._runner.capture(progress)
-        self.dtype, self.max_batch, self.chunk, self.reserve = dtype, max_batch, chunk, reserve
-        self._draft, self.drafted, self.accepted = (draft_len, draft_ngram), 0, 0  # guessed tokens, and how many of them were right
         self.overlap = (cuda if overlap is None else overlap) and not draft_len
-        self._flights: deque[Flight] = deque()
-        self._next_id, self._vocab = 0, spec.vocab_size
+        self._flights, self._next_id, self._vocab = deque[Flight](), 0, spec.vocab_size
         self.steps, self.host_seconds = 0, 0.0  # of launched steps: the time in which the host did not wait for the device
+
+    def _pages(
+        self, pages: int | None, max_tokens: int | None, share: float | None, spare_bytes: int, page_size: int, kv_dtype: torch.dtype
+    ) -> int:
+        """Of the pool, the dummy page included."""
+        if pages is not None and max_tokens is not None:
+            raise ValueError(f"Engine: pages={pages} and max_tokens={max_tokens} both size the KV pool, expected one of them")
+        most = None
+        if share is not None or max_tokens is None:
+            most = int(max(free_bytes(self.device) - spare_bytes, 0) * (share or POOL_SHARE[self.device.type]))
+        contexts = self.max_batch * -(-self.max_length // page_size) * page_size
+        return pages or pool_pages(max_tokens or contexts, page_size, page_bytes(self.spec.kv_slots(), page_size, kv_dtype), most)
 
     @property
     def has_work(self) -> bool:
@@ -292,7 +282,16 @@ class Engine:
         self.pool.forget()
 
 
-def _check_sizes(sizes: Mapping[str, int | None]) -> None:
-    for name, value in sizes.items():
-        if (value is not None or name in ("max_batch", "chunk", "page_size")) and (type(value) is not int or value < 1):
+def _check_sizes(sizes: Mapping[str, int], optional: Mapping[str, int | None]) -> None:
+    for name, value in {**sizes, **{n: v for n, v in optional.items() if v is not None}}.items():
+        if type(value) is not int or value < 1:
             raise ValueError(f"Engine: {name} is {value!r}, expected an integer, at least 1")
+
+
+def _check_types(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, weights: object) -> None:
+    if device.type not in POOL_SHARE:
+        raise ValueError(f"Engine: device is {device}, expected cpu or cuda")
+    if kv_dtype not in (dtype, torch.float8_e4m3fn):
+        raise ValueError(f"Engine: kv_dtype is {kv_dtype}, expected {dtype} like dtype, or torch.float8_e4m3fn")
+    if not isinstance(weights, Mapping) and not callable(weights):
+        raise ValueError(f"Engine: weights is {weights!r}, expected a mapping of tensors or a bound module")

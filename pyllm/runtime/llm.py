@@ -93,20 +93,18 @@ class LLM:
         **unsupported: Any,
     ) -> None:
         refuse_unknown("LLM", unsupported, [n for n in inspect.signature(LLM).parameters if n != "unsupported"], HINTS)
-        kv = _of_type("kv_cache_config", KvCacheConfig() if kv_cache_config is None else kv_cache_config, KvCacheConfig)
-        scheduler = SchedulerConfig() if scheduler_config is None else _of_type("scheduler_config", scheduler_config, SchedulerConfig)
-        graphs = None if cuda_graph_config is None else _of_type("cuda_graph_config", cuda_graph_config, CudaGraphConfig)
-        draft = None if speculative_config is None else _of_type("speculative_config", speculative_config, NGramDecodingConfig)
+        kv = _of_type("kv_cache_config", kv_cache_config, KvCacheConfig) or KvCacheConfig()
+        scheduler = _of_type("scheduler_config", scheduler_config, SchedulerConfig) or SchedulerConfig()
+        graphs = _of_type("cuda_graph_config", cuda_graph_config, CudaGraphConfig)
+        draft = _of_type("speculative_config", speculative_config, NGramDecodingConfig)
         if not watchdog_timeout > 0:
             raise ValueError(f"LLM: watchdog_timeout is {watchdog_timeout!r}, expected seconds, more than 0")
         parts = load_parts(
             model, weights=weights, tokenizer=None if skip_tokenizer_init else tokenizer, device=device,
-            dtype=None if dtype == "auto" else dtype, load_format=load_format, quant=quant,
-            progress=progress,
+            dtype=None if dtype == "auto" else dtype, load_format=load_format, quant=quant, progress=progress,
         )  # fmt: skip
-        self.tokenizer = None if skip_tokenizer_init else parts.tokenizer
-        self._checkpoint, cuda = parts.checkpoint, parts.device.type == "cuda"
-        chunk = max_num_tokens or CHUNK[parts.device.type]
+        self.tokenizer, self._checkpoint = None if skip_tokenizer_init else parts.tokenizer, parts.checkpoint
+        cuda, chunk = parts.device.type == "cuda", max_num_tokens or CHUNK[parts.device.type]
         self._engine = Engine(
             parts.spec,
             parts.module,
@@ -124,10 +122,10 @@ class LLM:
             reserve=scheduler.capacity_scheduler_policy == "GUARANTEED_NO_EVICT",
             reuse=kv.enable_block_reuse,
             overlap=False if disable_overlap_scheduler else None,
-            graph_sizes=graphs.sizes(max_batch_size) if graphs is not None and cuda else [],
+            graph_sizes=graphs.sizes(max_batch_size) if graphs and cuda else [],
+            mixed_sizes=graphs.token_sizes(chunk) if graphs and cuda else [],
             draft_len=draft.max_draft_len if draft else 0,
             draft_ngram=draft.max_matching_ngram_size if draft else 1,
-            mixed_sizes=graphs.token_sizes(chunk) if graphs is not None and cuda else [],
             progress=progress,
         )
         self._loop = EngineLoop(self._engine, watchdog_timeout)
@@ -213,7 +211,7 @@ class LLM:
         self.shutdown()
 
     def _make(self, prompt: Prompt, params: SamplingParams | None, priority: int, salt: str | None, streaming: bool) -> RequestOutput:
-        params = _of_type("sampling_params", SamplingParams() if params is None else params, SamplingParams)
+        params = _of_type("sampling_params", params, SamplingParams) or SamplingParams()
         if streaming and params.samples > params.n:
             raise ValueError("LLM.generate_async: streaming cannot know the best samples before the end; set best_of=None")
         hidden = params.samples > params.n and params.logprobs is None
@@ -255,6 +253,6 @@ class LLM:
 
 
 def _of_type(name: str, value: Any, kind: type) -> Any:
-    if not isinstance(value, kind):
+    if value is not None and not isinstance(value, kind):
         raise ValueError(f"LLM: {name} is {value!r}, expected a {kind.__name__}")
     return value

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyllm.ops.sampling import sample_tokens
 from pyllm.runtime.batch import Batch
-from pyllm.runtime.graph import Graphs
+from pyllm.runtime.graph import Graphs, check_sizes
 from pyllm.runtime.kv import KvPool
 from pyllm.runtime.request import Request
 from pyllm.runtime.rows import Rows
@@ -40,22 +41,30 @@ class Flight:
 
 
 class Runner:
-    """module(batch) -> logits `[R, V]`. Steps are padded to the next of decode_sizes (rows) or mixed_sizes (tokens), if there is one; a
-    mixed step also to 8 sequences, or to as many as there are rows."""
+    """module(batch) -> logits `[R, V]`. Steps have at most max_batch requests of max_length tokens, and max_tokens tokens in all. They are
+    padded to the next of decode_sizes (rows) or mixed_sizes (tokens), if there is one; a mixed step also to 8 sequences, or to max_batch.
+    """
 
     def __init__(
         self,
         module: Callable[[Batch], Tensor],
         kv: KvPool,
-        rows: Rows,
-        buffers: StepBuffers,
-        shaper: Shaper,
+        *,
+        vocab: int,
+        max_batch: int,
+        max_length: int,
+        max_tokens: int,
         decode_sizes: Sequence[int],
         mixed_sizes: Sequence[int],
     ) -> None:
-        self._module, self._kv, self.rows, self._buffers, self._shaper = module, kv, rows, buffers, shaper
-        self.decode_sizes = sorted(decode_sizes)
-        self.mixed_sizes = sorted({(t, min(t, b, len(rows.requests))) for t in mixed_sizes for b in (FEW, len(rows.requests))})
+        max_pages = min(-(-max_length // kv.page_size), kv.pages - 1)  # no request can hold more than the pool has
+        room: dict[str, Any] = {"max_batch": max_batch, "max_pages": max_pages, "page_size": kv.page_size, "device": kv.device}
+        self._module, self._kv, self.rows = module, kv, Rows(**room)
+        self._buffers = StepBuffers(max_tokens=max_tokens, pages=kv.pages, vocab=vocab, **room)
+        self._shaper = Shaper(max_batch=max_batch, vocab=vocab, device=kv.device)
+        self.decode_sizes = check_sizes("graph_sizes", sorted(decode_sizes), max_batch)
+        mixed_sizes = check_sizes("mixed_sizes", mixed_sizes, max_tokens)
+        self.mixed_sizes = sorted({(t, min(t, b, max_batch)) for t in mixed_sizes for b in (FEW, max_batch)})
         self.graphs = Graphs({"tokens": self._tokens, "logits": self._logits, "move_on": self._move_on, "mixed": self._padded}, kv.device)
         self._traits, self._version = Traits(), -1
         self._side = torch.cuda.Stream(kv.device) if kv.device.type == "cuda" else None
