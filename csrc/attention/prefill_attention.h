@@ -56,7 +56,7 @@ struct PrefillAttentionParams {
   float softcap;                 // 0: none
   DType dtype;                   // of q, k, v: kBF16, kFP16, kE4M3
   DType out_dtype;               // dtype, or kBF16 for kE4M3
-  unsigned long long* schedule;  // 2 words of scratch of this launch alone, uninitialised: the tile counter of prefill_work.cuh
+  unsigned long long* schedule;  // a word of scratch of this launch alone, uninitialised: the tile counter of prefill_work.cuh
   unsigned long long launch;     // set by the launcher: this launch's mark in `schedule`
 };
 

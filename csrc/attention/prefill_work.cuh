@@ -80,6 +80,9 @@ class PrefillWalk {
     return true;
   }
 
+  // Of all runs; known once `find` has found nothing.
+  __device__ __forceinline__ int total() const { return s_.run_before + s_.blocks * p_.heads; }
+
  private:
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
   struct Sequence {
@@ -195,10 +198,7 @@ class PrefillWalk {
 class PrefillCounter {
  public:
   __device__ __forceinline__ PrefillCounter(const PrefillAttentionParams& p, bool chosen) : p_(p) {
-    if (blockIdx.x != 0 || !chosen) return;
-    p_.schedule[1] = 0;
-    __threadfence();
-    atomicExch(p_.schedule, p_.launch << kCountBits | gridDim.x);
+    if (blockIdx.x == 0 && chosen) atomicExch(p_.schedule, p_.launch << kCountBits | gridDim.x);
   }
   __device__ __forceinline__ int next() {
     for (;;) {
@@ -207,10 +207,11 @@ class PrefillCounter {
       __nanosleep(100);
     }
   }
-  // The last CTA to finish takes the launch's mark away: a replayed graph brings the same mark again.
-  __device__ __forceinline__ void finish() {
-    __threadfence();
-    if (atomicAdd(p_.schedule + 1, 1ull) == gridDim.x - 1) atomicExch(p_.schedule, 0ull);
+  // number: past the last of `total` tiles, from the counter. Each CTA draws one such number and nothing after it, so the last of them all
+  // is known; it takes the launch's mark away, since a replayed graph brings the same mark again.
+  __device__ __forceinline__ void finish(int number, int total) {
+    const int ctas = gridDim.x;
+    if (number == max(total, ctas) + ctas - 1) atomicExch(p_.schedule, 0ull);
   }
 
  private:
