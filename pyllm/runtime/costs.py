@@ -18,6 +18,7 @@ from pyllm.layers.moe import MoE
 from pyllm.layers.norm import LayerNorm
 from pyllm.layers.spec import Spec, nodes, path_of
 from pyllm.ops.attention import attention_kernel
+from pyllm.ops.gemm import STREAM_ROWS, STREAM_WEIGHT
 from pyllm.ops.registry import OPS
 
 
