@@ -63,20 +63,9 @@ def skinny_linear(
     result = dtype if dtype is not None else torch.bfloat16 if x.dtype == E4M3 else x.dtype
     check(result in HALVES, "skinny_linear", "dtype", f"is {result}, expected torch.bfloat16 or torch.float16")
     check(x.dtype in (E4M3, result), "skinny_linear", "dtype", f"is {result}, expected {x.dtype} like x")
-    return torch.ops.pyllm.skinny_linear(
-        x,
-        weight,
-        bias,
-        residual,
-        x_scale,
-        weight_scale,
-        -1 if act is None else ACTS[act],
-        gated,
-        softcap,
-        norm_weight,
-        eps,
-        result == torch.float16,
-    )
+    number, fp16 = -1 if act is None else ACTS[act], result == torch.float16
+    scales = (x_scale, weight_scale)
+    return torch.ops.pyllm.skinny_linear(x, weight, bias, residual, *scales, number, gated, softcap, norm_weight, eps, fp16)
 
 
 def skinny_serves(x: Tensor, weight: Tensor) -> bool:
