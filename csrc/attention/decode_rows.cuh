@@ -127,8 +127,8 @@ struct Rows {
   // Scores to weights 2^(exponent - maximum + kLift), in place; earlier sums and o move to the new maxima.
   __device__ __forceinline__ void weigh(const DecodeAttentionParams& p, const Cursor& at, int first_key, int lane, Scores& s) {
     if (p.softcap > 0.f) cap_scores(s);
-    // The first row sees no key past length - rows, the last none up to length - 1 - window.
-    if (first_key + S::kStepKeys > at.s.length - at.s.rows + 1 || (p.window > 0 && first_key <= at.s.length - 1 - p.window)) {
+    // All rows see the keys before the new ones (of which a mask may hide any), down to length - window.
+    if (first_key + S::kStepKeys > at.s.length - at.s.rows || (p.window > 0 && first_key <= at.s.length - 1 - p.window)) {
       hide(p, at, first_key, lane, s);
     }
     float now[S::kRowTiles][2];
