@@ -24,6 +24,11 @@ ROWS = {
     ("qk_norm_rope_append", "T=1 H=32 K=8 D=128 norm bf16 cache"): "QK-norm + RoPE + paged KV append, one token",
     ("decode_attention", "B=32 keys=4096 H=32 K=8 D=128 bf16 cache"): "paged decode attention, 32 x 4,096 keys, 32/8 heads of 128, bf16",
     ("decode_attention", "B=64 keys=16384 H=32 K=8 D=128 fp8 cache"): "the same, 64 x 16,384 keys, FP8 cache",
+    ("prefill_attention", "n=2048 H=32 K=8 D=128 causal bf16"): "prefill attention, 8 x 2,048 tokens, 32/8 heads of 128, causal, bf16",
+    ("prefill_attention", "n=16384 H=32 K=8 D=128 causal bf16"): "the same, 1 x 16,384 tokens",
+    ("prefill_fp8", "B=1 N=16384 H=32 K=8 D=128 causal"): "the same, FP8",
+    ("dense_linear", "M=4096 N=28672 K=4096 bf16"): "GEMM bf16, 4096 x 28672 x 4096",
+    ("dense_fp8", "M=4096 N=28672 K=4096 rows"): "GEMM FP8, scales per token and channel, 4096 x 28672 x 4096",
     ("sample_tokens", "B=1 V=128256 top-k top-p min-p bf16"): "top-k + top-p + min-p sampling, one row of 128,256",
     ("sample_tokens", "B=256 V=128256 top-k top-p min-p bf16"): "the same, 256 rows",
 }
