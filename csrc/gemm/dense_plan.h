@@ -52,8 +52,10 @@ inline bool is_tile(const TileInfo& a, const TileInfo& b) {
   return a.turns == b.turns && a.bm == b.bm && a.bn == b.bn && a.split == b.split;
 }
 
-// Index of the tile to take.
-inline int choose_tile(const TileInfo* all, int count, const Problem& p) {
+// Index of the tile to take. Fewer rows than were measured take the tile of the fewest that were: their CTAs are a part of those, so they
+// need no longer (narrower tiles, which the model would take, do: 15.9 us for 64 x 6144 x 4096 in e4m3 against 12.5 us for 256 rows).
+inline int choose_tile(const TileInfo* all, int count, Problem p) {
+  p.m = std::max<int64_t>(p.m, 256);
   for (const Exception& e : kExceptions) {
     if (e.bytes != p.bytes || e.n != p.n || e.k != p.k || ceil_div(e.m, 128) != ceil_div(p.m, 128)) continue;
     for (int i = 0; i < count; ++i) {
