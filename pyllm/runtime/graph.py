@@ -29,7 +29,7 @@ def graph_sizes(max_batch: int) -> list[int]:
 
 
 def token_sizes(most: int, slots: Mapping[int, SlotSizes], dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int) -> list[int]:
-    """Of steps with prompts: to 1024 tokens, which take a GPU about as long as Python needs to launch the kernels of 32 layers (16 ms on an
+    """Of steps with prompts: to 1024 tokens, which take a GPU about as long as Python needs to launch the kernels of 32 layers (14 ms on an
     H200's host). None where attention is a torch composition: it reads whole page tables, and a graph has them at full width."""
     if any(attention_kernel(dtype, kv_dtype, s.head_dim, page_size, most, True) != "paged_attention" for s in slots.values()):
         return []
