@@ -22,6 +22,7 @@ template <class Tile>
 CUtensorMap map_of(const PrefillAttentionParams& p, const char* name, const void* base, bool paged, int64_t token, int64_t head,
                    int64_t page) {
   constexpr Swizzle kSwizzle = Tile::kBox == 128 ? Swizzle::k128 : Swizzle::k64;
+  if (p.key_rows == 0) base = p.q;  // an empty tensor has no address; nothing is read
   if (!paged) {
     return make_tensor_map<3>(name, base, DType::kE4M3, {p.dim, p.kv_heads, p.key_rows}, {head, token}, {Tile::kBox, 1, Tile::kKeys},
                               kSwizzle);
