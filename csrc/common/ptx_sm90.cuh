@@ -28,14 +28,6 @@ __device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarr
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives at the barrier at the same address of another CTA of the cluster.
-__device__ __forceinline__ void barrier_arrive_remote(uint32_t barrier, uint32_t cta) {
-  asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, "
-      "[remote];\n}" ::"r"(barrier),
-      "r"(cta)
-      : "memory");
-}
 // One arrival, and `bytes` more that TMA copies will report.
 __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -58,7 +50,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 
 // Makes this thread's ordinary shared-memory writes visible to TMA and wgmma (the async proxy).
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // Named barriers 1..15 (0 is __syncthreads) among `threads` threads, a multiple of 32.
 __device__ __forceinline__ void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
@@ -111,28 +102,6 @@ __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, ui
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
-// To the same offset in each CTA of the mask, reporting to the barrier at the same offset there.
-__device__ __forceinline__ void tma_load_multicast(uint32_t to, const CUtensorMap* map, uint32_t barrier, uint16_t ctas, int c0, int c1) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%4, %5}], [%2], %3;" ::
-          "r"(to),
-      "l"(map), "r"(barrier), "h"(ctas), "r"(c0), "r"(c1)
-      : "memory");
-}
-__device__ __forceinline__ void tma_load_multicast(uint32_t to, const CUtensorMap* map, uint32_t barrier, uint16_t ctas, int c0, int c1,
-                                                   int c2) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%4, %5, %6}], [%2], "
-      "%3;" ::"r"(to),
-      "l"(map), "r"(barrier), "h"(ctas), "r"(c0), "r"(c1), "r"(c2)
-      : "memory");
-}
-// `bytes` contiguous bytes (a multiple of 16, both sides aligned to 16), no tensor map.
-__device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
-               "r"(barrier)
-               : "memory");
-}
 
 // Stores: fence_async_shared() and a barrier of the writers first, then one thread issues; rows and columns outside the map are dropped.
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from, int c0, int c1) {
@@ -171,11 +140,6 @@ __device__ __forceinline__ void load_matrix_transposed(uint32_t (&r)[4], uint32_
 }
 __device__ __forceinline__ void store_matrix(uint32_t row, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
-}
-__device__ __forceinline__ void store_matrix_transposed(uint32_t row, const uint32_t (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]), "r"(r[1]), "r"(r[2]),
-               "r"(r[3])
                : "memory");
 }
 
