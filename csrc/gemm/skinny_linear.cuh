@@ -237,11 +237,12 @@ struct Skinny {
 
   // The tensor core keeps about 14 bits of a sum of e4m3 products: the sum of each unit is added in fp32, by at most 16 rows of x at a
   // time to bound the registers.
-  // Returns with the products before this one finished; two-byte types leave this one under way.
+  // Returns with the product finished: a stage that waited for the next one before it is free would cost more than the overlap gains.
   __device__ __forceinline__ void accumulate(float (&acc)[kSums], uint32_t w, uint32_t x) const {
     if constexpr (sizeof(T) == 2) {
       start_product<N>(acc, w, x, true);
-      wgmma_wait<1>();
+      wgmma_wait<0>();
+      wgmma_pin(acc);
     } else {
       constexpr int kWidth = N < 16 ? N : 16;
 #pragma unroll
@@ -344,7 +345,6 @@ struct Skinny {
     for (int tile = 0; tile < mine; tile += kTileBlocks) {
       const int blocks = min(kTileBlocks, mine - tile);
       float acc[2][kSums] = {}, squares[kChunks] = {};
-      uint32_t held_w = 0, held_x = 0;  // what the product under way still reads
       for (int unit = rank; unit < a.units; unit += a.split) {
         barrier_wait(x_full + 8 * xp.stage, xp.parity);
         if constexpr (Norm) normalise(x_ring + xp.stage * Shape::kXUnit, unit, squares);
@@ -353,27 +353,17 @@ struct Skinny {
         for (int block = 0; block < kTileBlocks; ++block) {
           if (block < blocks) {
             barrier_wait(w_full + 8 * wp.stage, wp.parity);
-            uint32_t done = w_empty + 8 * wp.stage;
             if (block % kSkinnyGroups == group) {
               accumulate(acc[block / kSkinnyGroups], ring + wp.stage * (a.block_rows * kSlabBytes * Slabs),
                          x_ring + xp.stage * Shape::kXUnit);
-              const uint32_t before = held_w;
-              held_w = done;
-              done = before;
             }
-            if (leader && done != 0) barrier_arrive(done);
+            if (leader) barrier_arrive(w_empty + 8 * wp.stage);
             wp.advance(a.w_stages);
           }
         }
-        if (leader && held_x != 0) barrier_arrive(held_x);
-        held_x = x_empty + 8 * xp.stage;
+        if (leader) barrier_arrive(x_empty + 8 * xp.stage);
         xp.advance(a.x_stages);
       }
-      wgmma_wait<0>();
-#pragma unroll
-      for (int i = 0; i < 2; ++i) wgmma_pin(acc[i]);
-      if (leader && held_w != 0) barrier_arrive(held_w);
-      if (leader && held_x != 0) barrier_arrive(held_x);
       if (a.split == 1) {
         if constexpr (Norm) share_squares(squares);
         store_own(acc, tile, blocks);

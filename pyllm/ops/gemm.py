@@ -11,16 +11,14 @@ from torch import Tensor
 
 from pyllm.ops.dense import dense_serves
 from pyllm.ops.fused import ACTS, activation
-from pyllm.ops.norm import layer_norm, rms_norm
 from pyllm.ops.registry import check, define
-from pyllm.ops.skinny import skinny_serves
+from pyllm.ops.skinny import skinny_linear, skinny_serves
 
 NORMS = {"rms": 0, "layer": 1}
 """Names of the norms and their numbers in the op schema."""
-STREAM_ROWS = 8
-"""Rows of x at most that `linear` and `norm_linear` give to `skinny_linear`."""
-STREAM_WEIGHT = 2**23
-"""Elements of a weight at most: up to these it was measured level with or ahead of cuBLAS inside a CUDA graph."""
+STREAM_ROWS, STREAM_COLUMNS, STREAM_WEIGHT = 8, 2048, 2**24
+"""`linear` and `norm_linear` give x of up to so many rows to `skinny_linear`, against weights of at least so many rows and up to so many
+elements: there it was measured level with or ahead of cuBLAS inside a CUDA graph (one row of bf16)."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 DENSE_ROWS, DENSE_COLUMNS = 1024, 2048
 """T and N from which `dense_linear` is measured to be as fast as cuBLAS or faster."""
@@ -65,7 +63,7 @@ def norm_linear(
         `[T, N]` (gated `[T, F]`) of x.dtype, contiguous.
 
     Rounding: the rows that are multiplied are rounded to x.dtype once, as `norm(x)`, or, where one kernel does it all (kind="rms",
-    bf16, up to `STREAM_ROWS` rows, weights of up to `STREAM_WEIGHT` elements that `skinny_linear` serves), as `x * norm_weight` with
+    bf16, few rows as in `linear`, operands that `skinny_linear` serves), as `x * norm_weight` with
     the row's factor behind the sum. There the result is rounded once; the separate ops, which serve everything else on CUDA, round the
     product, the activation and the sum with the residual.
 
@@ -99,15 +97,19 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+def streams(m: int, n: int, k: int) -> bool:
+    """Whether the product of `[m, k]` and `[n, k]` goes to skinny_linear, dtypes and alignment permitting."""
+    return m <= STREAM_ROWS and n >= STREAM_COLUMNS and n * k <= STREAM_WEIGHT
+
+
 def _streams(x: Tensor, weight: Tensor) -> bool:
-    """Whether skinny_linear serves these and was measured ahead."""
-    return x.shape[0] <= STREAM_ROWS and weight.numel() <= STREAM_WEIGHT and skinny_serves(x, weight)
+    return streams(x.shape[0], *weight.shape) and skinny_serves(x, weight)
 
 
 def _linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     _check_linear(x, weight, bias)
     if _streams(x, weight):
-        return torch.ops.pyllm.skinny_linear(x, weight, None if bias is None else bias.contiguous())
+        return skinny_linear(x, weight, None if bias is None else bias.contiguous())
     if x.shape[0] >= DENSE_ROWS and weight.shape[0] >= DENSE_COLUMNS and dense_serves(x, weight):
         return torch.ops.pyllm.dense_linear(x, weight, None if bias is None else bias.contiguous())
     return F.linear(x, weight, bias)
@@ -142,6 +144,12 @@ def _check_norm_linear(
     return columns
 
 
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: int) -> Tensor:
+    if kind == NORMS["rms"]:
+        return torch.ops.pyllm.rms_norm(x, weight, eps)[0]
+    return torch.ops.pyllm.layer_norm(x, weight, bias, eps)[0]
+
+
 def _norm_linear_reference(
     x: Tensor,
     norm_weight: Tensor,
@@ -155,7 +163,7 @@ def _norm_linear_reference(
     kind: int = 0,
 ) -> Tensor:
     _check_norm_linear(x, weight, bias, norm_weight, norm_bias, act, gated, residual, kind)
-    h = rms_norm(x, norm_weight, eps) if kind == NORMS["rms"] else layer_norm(x, norm_weight, norm_bias, eps)
+    h = _norm(x, norm_weight, norm_bias, eps, kind)
     y = h.float() @ weight.float().T
     if bias is not None:
         y = y + bias.float()
@@ -199,7 +207,7 @@ def _norm_linear_cuda(
     fits = kind == NORMS["rms"] and x.dtype == torch.bfloat16 and norm_weight.data_ptr() % 16 == 0
     if fits and _streams(x, weight):
         return torch.ops.pyllm.skinny_linear(x, weight, bias, residual, None, None, act, gated, 0.0, norm_weight, eps)
-    h = rms_norm(x, norm_weight, eps) if kind == NORMS["rms"] else layer_norm(x, norm_weight, norm_bias, eps)
+    h = _norm(x, norm_weight, norm_bias, eps, kind)
     y = torch.ops.pyllm.linear(h, weight, bias)
     if gated:
         y = torch.ops.pyllm.act_mul(y, act)

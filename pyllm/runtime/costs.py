@@ -18,7 +18,7 @@ from pyllm.layers.moe import MoE
 from pyllm.layers.norm import LayerNorm
 from pyllm.layers.spec import Spec, nodes, path_of
 from pyllm.ops.attention import attention_kernel
-from pyllm.ops.gemm import STREAM_ROWS, STREAM_WEIGHT
+from pyllm.ops.gemm import streams
 from pyllm.ops.registry import OPS
 
 
@@ -110,8 +110,8 @@ def _(spec: Linear, ctx: Context, path: str) -> Iterator[Row]:
     moved = ctx.weight_bytes(fmt, n, k) + ctx.tokens * (n * ctx.item + k * item)
     tags = f"{n}x{k}" + (f" {spec.tp}" if spec.tp and ctx.tp > 1 else "") + (" +bias" if spec.bias else "")
     row = ctx.row(path, what, fmt.op, moved, 2 * ctx.tokens * n * k, tags, _label(fmt))
-    streams = fmt.op == "linear" and ctx.item == 2 and ctx.tokens <= STREAM_ROWS and n * k <= STREAM_WEIGHT and k % 8 == 0
-    yield replace(row, kernel="csrc/gemm/skinny_linear") if streams else row
+    skinny = fmt.op == "linear" and ctx.item == 2 and k % 8 == 0 and streams(ctx.tokens, n, k)
+    yield replace(row, kernel="csrc/gemm/skinny_linear") if skinny else row
 
 
 @rows.register

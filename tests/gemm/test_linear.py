@@ -12,7 +12,7 @@ from tests.support.generate import normal
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("t", "n", "k"), [(0, 8, 16), (1, 1, 1), (5, 33, 64), (3, 128, 1024)])
+@pytest.mark.parametrize(("t", "n", "k"), [(0, 8, 16), (1, 1, 1), (5, 33, 64), (3, 128, 1024), (3, 2048, 264)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_against_fp64(t: int, n: int, k: int, bias: bool, dtype: torch.dtype, device: str) -> None:
     x, w = normal(t, k, dtype=dtype), normal(n, k, dtype=dtype)
