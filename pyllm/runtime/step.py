@@ -36,7 +36,6 @@ class PackedStep:
     sequences: int
     width: int
     logit_rows: int
-    decodes: int
     max_q: int
     requests: list[Request]
     sample_at: list[int]
@@ -96,7 +95,7 @@ class StepBuffers:
         a["rows"][:b] = [*(r.row for r in plan.decodes), *(c.request.row for c in chunks)]
         a["sampled_rows"][:n] = [r.row for r in requests]
         max_q = max([1] * bool(decodes) + [c.count for c in chunks])
-        return PackedStep(packer.tokens, b, width, packer.rows, decodes, max_q, requests, sample_at, prompt_rows)
+        return PackedStep(packer.tokens, b, width, packer.rows, max_q, requests, sample_at, prompt_rows)
 
     def batch(self, step: PackedStep, rows: Rows, caches: Mapping[int, KvCache]) -> Batch:
         """The packed step on the device, of just its size; its index arrays are views of one buffer."""
