@@ -137,12 +137,14 @@ def cases(shapes: Shapes) -> list[Case]:
     if shapes.name != "default":
         return [Layout(n, H, K, D).case(Goal(ratio={"fa3": 1.0, "cudnn": 1.0})) for n in (1024, 8192)] if D in (64, 128, 256) else []
     both = {short: Goal(ratio={"fa3": ratio, "cudnn": ratio}) for short, ratio in ((True, 1.0), (False, 1.05))}
-    found = [Layout(n, 32, heads, 128).case(both[n < 2048]) for heads in (8, 32) for n in (512, 1024, 2048, 4096, 8192, 16384)]
-    found += [Layout(n, H, K, 128, causal=False).case(both[True]) for n in (8192,)]
+    found = [Layout(n, 32, 8, 128).case(both[n < 2048]) for n in (512, 1024, 2048, 4096, 8192, 16384)]
+    found += [Layout(n, 32, 32, 128).case(both[False]) for n in (2048, 8192)]
+    found += [Layout(8192, H, K, 128, causal=False).case(both[True])]
     for heads, kv_heads, dim in ((32, 8, 64), (16, 4, 256)):
-        found += [Layout(n, heads, kv_heads, dim, causal).case(both[True]) for causal in (True, False) for n in (4096, 16384)]
+        found += [Layout(n, heads, kv_heads, dim, causal).case(both[True]) for n, causal in ((4096, True), (16384, False))]
     found += [Layout(n, 32, 8, 128, paged=True).case(Goal(ratio={"contiguous": 0.97})) for n in (2048, 8192)]
     found += [Layout(8192, 32, 8, 128, window=1024).case(Goal(ratio={"fa3": 1.0}))]
     return found + [
-        Layout(n, 32, 8, 128, causal, fp8=True).case(Goal(ratio={"fa3": 1.25})) for causal in (True, False) for n in (4096, 8192, 16384)
+        Layout(n, 32, 8, 128, causal, fp8=True).case(Goal(ratio={"fa3": 1.25}))
+        for n, causal in ((4096, True), (16384, True), (16384, False))
     ]
