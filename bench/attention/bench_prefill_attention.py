@@ -15,7 +15,7 @@ from bench.peers import vllm
 from bench.shapes import Shapes
 from pyllm.ops.prefill import prefill_attention
 
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+BF16 = torch.bfloat16
 TOKENS, PAGE = 16384, 64
 
 
@@ -29,7 +29,6 @@ class Set:
     v_pages: torch.Tensor
     table: torch.Tensor
     lens: torch.Tensor
-    ones: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -40,29 +39,25 @@ class Layout:
     D: int
     causal: bool = True
     paged: bool = False
-    fp8: bool = False
     window: int | None = None
 
     def make(self, count: int) -> list[Set]:
         T, B = TOKENS, TOKENS // self.n
         starts = torch.arange(0, T + 1, self.n, dtype=torch.int32, device="cuda")
         lens = torch.full((B,), self.n, dtype=torch.int32, device="cuda")
-        dtype = FP8 if self.fp8 else BF16
 
         def one() -> Set:
-            q, k, v = (torch.randn(T, heads, self.D, device="cuda", dtype=BF16).to(dtype) for heads in (self.H, self.K, self.K))
+            q, k, v = (torch.randn(T, heads, self.D, device="cuda", dtype=BF16) for heads in (self.H, self.K, self.K))
             order = torch.randperm(T // PAGE, device="cuda")
-            pages = [torch.empty(T // PAGE, PAGE, self.K, self.D, device="cuda", dtype=dtype) for _ in range(2)]
+            pages = [torch.empty(T // PAGE, PAGE, self.K, self.D, device="cuda", dtype=BF16) for _ in range(2)]
             for pool, flat in zip(pages, (k, v), strict=True):
-                pool.view(torch.uint8)[order] = flat.view(T // PAGE, PAGE, self.K, self.D).view(torch.uint8)
-            return Set(q, k, v, starts, *pages, order.int().view(B, -1), lens, torch.ones(B, self.K, device="cuda"))
+                pool[order] = flat.view(T // PAGE, PAGE, self.K, self.D)
+            return Set(q, k, v, starts, *pages, order.int().view(B, -1), lens)
 
         return [one() for _ in range(count)]
 
     def ours(self, s: Set) -> tuple[torch.Tensor, torch.Tensor]:
         options = {"scale": self.D**-0.5, "causal": self.causal, "window": self.window}
-        if self.fp8:
-            options |= {"q_scale": s.ones[0, :1], "k_scale": s.ones[0, :1], "v_scale": s.ones[0, :1]}
         if self.paged:
             return prefill_attention(s.q, s.k_pages, s.v_pages, s.starts, page_table=s.table, kv_lens=s.lens, **options)
         return prefill_attention(s.q, s.k, s.v, s.starts, kv_starts=s.starts, **options)
@@ -72,8 +67,7 @@ class Layout:
 
     def fa3(self, s: Set) -> torch.Tensor:
         optional = ("k_new", "v_new", "q_v", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "leftpad_k", "rotary_cos", "rotary_sin",
-                    "seqlens_rotary", "scheduler_metadata", "pack_gqa", "s_aux", "cp_tot_seqused_k")  # fmt: skip
-        scales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), s.ones if self.fp8 else None)
+                    "seqlens_rotary", "q_descale", "k_descale", "v_descale", "scheduler_metadata", "pack_gqa", "s_aux", "cp_tot_seqused_k")  # fmt: skip
         return vllm.call(
             "fwd",
             namespace="_vllm_fa3_C",
@@ -97,7 +91,6 @@ class Layout:
             sm_margin=0,
             cp_world_size=1,
             cp_rank=0,
-            **scales,
             **dict.fromkeys(optional),
         )
 
@@ -109,7 +102,7 @@ class Layout:
             )
 
     def case(self, goal: Goal) -> Case:
-        item, T = 1 if self.fp8 else 2, TOKENS
+        T = TOKENS
         seen = self.n * (self.n + 1) // 2 if self.causal else self.n**2
         if self.window:
             seen = sum(min(p + 1, self.window) for p in range(self.n))
@@ -117,14 +110,14 @@ class Layout:
         baselines = {"fa3": self.fa3}
         if self.paged:
             baselines |= {"contiguous": self.contiguous}
-        elif not self.fp8 and not self.window:
+        elif not self.window:
             baselines |= {"cudnn": self.cudnn}
         return Case(
-            name=f"n={self.n} H={self.H} K={self.K} D={self.D} {how} {'fp8' if self.fp8 else 'bf16'}",
-            dtype="fp8" if self.fp8 else "bf16",
-            bytes=T * self.D * ((self.H + 2 * self.K) * item + 2 * self.H) + 4 * T * self.H,
+            name=f"n={self.n} H={self.H} K={self.K} D={self.D} {how} bf16",
+            dtype="bf16",
+            bytes=4 * T * self.D * (self.H + self.K) + 4 * T * self.H,
             flops=4 * self.H * self.D * seen * (T // self.n),
-            matrix="fp8" if self.fp8 else "bf16",
+            matrix="bf16",
             make=self.make,
             ours=self.ours,
             baselines=baselines,
@@ -143,8 +136,4 @@ def cases(shapes: Shapes) -> list[Case]:
     for heads, kv_heads, dim in ((32, 8, 64), (16, 4, 256)):
         found += [Layout(n, heads, kv_heads, dim, causal).case(both[True]) for n, causal in ((4096, True), (16384, False))]
     found += [Layout(n, 32, 8, 128, paged=True).case(Goal(ratio={"contiguous": 0.97})) for n in (2048, 8192)]
-    found += [Layout(8192, 32, 8, 128, window=1024).case(Goal(ratio={"fa3": 1.0}))]
-    return found + [
-        Layout(n, 32, 8, 128, causal, fp8=True).case(Goal(ratio={"fa3": 1.25}))
-        for n, causal in ((4096, True), (16384, True), (16384, False))
-    ]
+    return found + [Layout(8192, 32, 8, 128, window=1024).case(Goal(ratio={"fa3": 1.0}))]
