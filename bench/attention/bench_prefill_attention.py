@@ -67,7 +67,8 @@ class Layout:
 
     def fa3(self, s: Set) -> torch.Tensor:
         optional = ("k_new", "v_new", "q_v", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "leftpad_k", "rotary_cos", "rotary_sin",
-                    "seqlens_rotary", "q_descale", "k_descale", "v_descale", "scheduler_metadata", "pack_gqa", "s_aux", "cp_tot_seqused_k")  # fmt: skip
+                    "seqlens_rotary", "q_descale", "k_descale", "v_descale", "scheduler_metadata", "pack_gqa", "s_aux",
+                    "cp_tot_seqused_k")  # fmt: skip
         return vllm.call(
             "fwd",
             namespace="_vllm_fa3_C",
