@@ -5,7 +5,9 @@ flops: 4 H D for each query and each key that it sees: n (n + 1) / 2 pairs of a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -52,12 +54,12 @@ class Layout:
             pages = [torch.empty(T // PAGE, PAGE, self.K, self.D, device="cuda", dtype=BF16) for _ in range(2)]
             for pool, flat in zip(pages, (k, v), strict=True):
                 pool[order] = flat.view(T // PAGE, PAGE, self.K, self.D)
-            return Set(q, k, v, starts, *pages, order.int().view(B, -1), lens)
+            return Set(q, k, v, starts, pages[0], pages[1], order.int().view(B, -1), lens)
 
         return [one() for _ in range(count)]
 
     def ours(self, s: Set) -> tuple[torch.Tensor, torch.Tensor]:
-        options = {"scale": self.D**-0.5, "causal": self.causal, "window": self.window}
+        options: dict[str, Any] = {"scale": self.D**-0.5, "causal": self.causal, "window": self.window}
         if self.paged:
             return prefill_attention(s.q, s.k_pages, s.v_pages, s.starts, page_table=s.table, kv_lens=s.lens, **options)
         return prefill_attention(s.q, s.k, s.v, s.starts, kv_starts=s.starts, **options)
@@ -108,7 +110,7 @@ class Layout:
         if self.window:
             seen = sum(min(p + 1, self.window) for p in range(self.n))
         how = ("causal" if self.causal else "full") + (f" window {self.window}" if self.window else "") + (" paged" if self.paged else "")
-        baselines = {"fa3": self.fa3}
+        baselines: dict[str, Callable[[Set], Any]] = {"fa3": self.fa3}
         if self.paged:
             baselines |= {"contiguous": self.contiguous}
         elif not self.window:
