@@ -69,8 +69,8 @@ def _check_prefill(
     fp8 = q.dtype == _FP8
     for name, t in (("k", k), ("v", v)):
         check(t.dtype == q.dtype, _OP, name, f"is {t.dtype}, expected {q.dtype} like q")
-    wide = tuple(t.to(torch.bfloat16) if fp8 else t for t in (q, k, v))
-    _check(_OP, *wide, q_starts, kv_starts, kv_lens, page_table, window, softcap, sinks, mask, mask_starts, 0)
+    a, b, c = (t.to(torch.bfloat16) if fp8 else t for t in (q, k, v))
+    _check(_OP, a, b, c, q_starts, kv_starts, kv_lens, page_table, window, softcap, sinks, mask, mask_starts, 0)
     check(scale > 0 and scale < float("inf"), _OP, "scale", f"is {scale}, expected finite and > 0")
     dims = (q.shape[2], v.shape[-1])
     if fp8:
