@@ -101,12 +101,15 @@ def _digest(paths: list[Path], flags: tuple[str, ...]) -> str:
 
 
 def op_digest(stem: str) -> str:
-    """The digest of one op ("norm/rms_norm"): its kernel's sources, all they include from csrc, and the flags.
+    """The digest of one op ("norm/rms_norm"): its kernel's sources, the units that instantiate its .cuh, all they include from csrc, and the
+    flags.
 
     An op without a kernel of its own is what its Python module says.
     """
     own = [CSRC / f"{stem}{suffix}" for suffix in KERNEL_SUFFIXES if (CSRC / f"{stem}{suffix}").is_file()]
     if own:
+        device = (CSRC / f"{stem}.cuh").resolve()
+        own += [unit for unit in device.parent.glob("*.cu") if unit not in own and device in included(unit)]
         return _digest(sorted({path for file in own for path in included(file)}), nvcc_flags())
     module = ROOT / "pyllm" / "ops" / f"{stem.split('/')[0]}.py"
     if not module.is_file():

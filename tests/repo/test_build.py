@@ -65,6 +65,9 @@ def test_no_kernel_spills() -> None:
 def test_the_report_covers_every_unit_and_architecture() -> None:
     report = _native.build_report()
     for unit, kernels in report["units"].items():
+        if not any("__global__" in path.read_text(encoding="utf-8") for path in included(ROOT / unit)):
+            assert not kernels, f"{unit}: kernels from nowhere"  # it only picks a unit
+            continue
         assert kernels, f"{unit} holds no kernel"
         archs = unit_architectures(ROOT / unit, tuple(report["architectures"]))
         assert {kernel["arch"] for kernel in kernels} == {f"sm_{arch}" for arch in archs}, unit
@@ -133,12 +136,15 @@ def test_cpp_signature_agrees_with_the_schema(op: OpInfo) -> None:
 
 
 def test_digests_follow_includes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An op's digest changes with a header it includes through another, and not with a header it does not include."""
+    """An op's digest changes with a header it includes through another and with a unit of its kernel, not with a header it does not
+    include."""
     monkeypatch.setattr("tools.digest.ROOT", tmp_path)
     monkeypatch.setattr("tools.digest.CSRC", tmp_path / "csrc")
     texts = {
         "norm/a.cu": '#include "norm/a.h"\n',
         "norm/a.h": '#include "common/x.h"\n',
+        "norm/a.cuh": "// device code\n",
+        "norm/a_wide.cu": '#include "norm/a.cuh"  // 64\n',
         "common/x.h": '#include "y.h"\n',
         "common/y.h": "// y\n",
         "common/z.h": "// z\n",
@@ -151,6 +157,9 @@ def test_digests_follow_includes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "csrc/common/z.h").write_text("// another\n")
     assert op_digest("norm/a") == before
     assert csrc_digest() != whole
+    (tmp_path / "csrc/norm/a_wide.cu").write_text('#include "norm/a.cuh"  // 128\n')
+    assert op_digest("norm/a") != before, "a unit that instantiates a.cuh is part of the op"
+    before = op_digest("norm/a")
     (tmp_path / "csrc/common/y.h").write_text("// another\n")
     assert op_digest("norm/a") != before
     (tmp_path / "csrc/common/x.h").write_text('#include "gone.h"\n')
