@@ -101,8 +101,8 @@ def _digest(paths: list[Path], flags: tuple[str, ...]) -> str:
 
 
 def op_digest(stem: str) -> str:
-    """The digest of one op ("norm/rms_norm"): its kernel's sources, the units that instantiate its .cuh, all they include from csrc, and the
-    flags.
+    """The digest of one op ("norm/rms_norm"): its kernel's sources, the units that instantiate its .cuh, all they include from csrc,
+    and the flags.
 
     An op without a kernel of its own is what its Python module says.
     """
