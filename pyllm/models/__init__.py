@@ -8,11 +8,14 @@ from typing import Any
 
 from pyllm.layers import Decoder
 from pyllm.models.cohere import cohere
+from pyllm.models.cohere2 import cohere2
 from pyllm.models.defaults import DEFAULTS, NAMES
+from pyllm.models.exaone4 import exaone4
 from pyllm.models.falcon import falcon
 from pyllm.models.gemma import gemma
 from pyllm.models.gemma2 import gemma2
 from pyllm.models.gemma3 import gemma3
+from pyllm.models.glm import glm
 from pyllm.models.glm4 import glm4
 from pyllm.models.gpt2 import gpt2
 from pyllm.models.gpt_neox import gpt_neox
@@ -22,6 +25,7 @@ from pyllm.models.llama import llama
 from pyllm.models.mixtral import mixtral
 from pyllm.models.nemotron import nemotron
 from pyllm.models.olmo2 import olmo2
+from pyllm.models.olmo3 import olmo3
 from pyllm.models.phi3 import phi3
 from pyllm.models.qwen2 import qwen2
 from pyllm.models.qwen3 import qwen3
@@ -39,13 +43,17 @@ REGISTRY: dict[str, Callable[[SimpleNamespace], Decoder]] = {
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "CohereForCausalLM": cohere,
+    "Cohere2ForCausalLM": cohere2,
+    "Exaone4ForCausalLM": exaone4,
     "FalconForCausalLM": falcon,
+    "GlmForCausalLM": glm,
     "Glm4ForCausalLM": glm4,
     "GraniteForCausalLM": granite,
     "NemotronForCausalLM": nemotron,
     "GPT2LMHeadModel": gpt2,
     "GPTNeoXForCausalLM": gpt_neox,
     "Olmo2ForCausalLM": olmo2,
+    "Olmo3ForCausalLM": olmo3,
     "Phi3ForCausalLM": phi3,
     "StableLmForCausalLM": stablelm,
     "Starcoder2ForCausalLM": starcoder2,
@@ -73,10 +81,13 @@ __all__ = [
     "NAMES",
     "REGISTRY",
     "cohere",
+    "cohere2",
+    "exaone4",
     "falcon",
     "gemma",
     "gemma2",
     "gemma3",
+    "glm",
     "glm4",
     "gpt2",
     "gpt_neox",
@@ -86,6 +97,7 @@ __all__ = [
     "nemotron",
     "normalize",
     "olmo2",
+    "olmo3",
     "phi3",
     "qwen2",
     "qwen2_moe",

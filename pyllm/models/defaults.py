@@ -7,6 +7,14 @@ from typing import Any
 _QWEN: dict[str, Any] = {"max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096}
 _QWEN_LATE = _QWEN | {"max_window_layers": 28, "layer_types": None}
 _QWEN_MOE: dict[str, Any] = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
+_GLM: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"mlp_bias": False},
@@ -109,6 +117,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-5,
         "logit_scale": 0.0625,
     },
+    "Cohere2ForCausalLM": {
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "layer_types": None,
+    },
+    "Exaone4ForCausalLM": {
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "layer_types": None,
+    },
     "FalconForCausalLM": {
         "tie_word_embeddings": True,
         "hidden_act": "gelu",
@@ -120,14 +144,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_ln_in_parallel_attn": None,
         "use_bias": False,
     },
-    "Glm4ForCausalLM": {
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1.5625e-7,
-        "attention_bias": True,
-        "partial_rotary_factor": 0.5,
-    },
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": _GLM,
     "GraniteForCausalLM": {
         "mlp_bias": False,
         "embedding_multiplier": 1.0,
@@ -143,6 +161,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "mlp_bias": False,
     },
     "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
+    "Olmo3ForCausalLM": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 5e5,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "layer_types": None,
+    },
     "Phi3ForCausalLM": {
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,

@@ -15,10 +15,9 @@ def gemma3(c: SimpleNamespace) -> Decoder:
         return RMSNorm(name, size, c.rms_norm_eps, plus_one=True)
 
     def layer(i: int) -> tuple[Sub, ...]:
-        at = f"model.layers.{i}"
-        local = c.layer_types[i] == "sliding_attention" if c.layer_types else (i + 1) % c.sliding_window_pattern != 0
+        at, window = f"model.layers.{i}", c.windows[i]
         attn = Attn("self_attn", d, c.num_attention_heads, c.num_key_value_heads, c.head_dim, kv=i,
-                    rope=c.local_rope if local else c.rope, window=c.sliding_window if local else None, scale=scale,
+                    rope=c.local_rope if window else c.rope, window=window, scale=scale,
                     qk_norm=norm("{}_norm", c.head_dim), qkv_bias=bias, o_bias=bias)  # fmt: skip
         mlp = MLP("mlp", d, c.intermediate_size, c.act)
         return (

@@ -111,7 +111,7 @@ def normalize(
     c.sliding_window = None if off else _size(config, "sliding_window")
     c.max_window_layers = _size(config, "max_window_layers", None if c.use_sliding_window and "max_window_layers" in read else 0, least=0)
     own = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "shared_expert_intermediate_size",
-           "no_rope_layer_interval", "sliding_window_pattern")  # fmt: skip
+           "no_rope_layer_interval")  # fmt: skip
     for name in own:
         setattr(c, name, _size(config, name) if name in read else None)
     c.num_ln_in_parallel_attn = _size(config, "num_ln_in_parallel_attn", 2 if c.new_decoder_architecture else 1)
@@ -119,6 +119,8 @@ def normalize(
     c.no_rope_layers = _integers(config, "no_rope_layers", None)
     vars(c).update(_numbers(config, read))
     c.layer_types = config.get("layer_types")
+    if c.layer_types is None and c.sliding_window and "sliding_window_pattern" in read:
+        c.layer_types = _pattern(config.get("sliding_window_pattern"), c.num_hidden_layers)
     c.windows = _windows(c.layer_types, c.sliding_window, c.num_hidden_layers)
     c.rope = _rope(config, c)
     c.max_positions = c.rope.max_positions
@@ -184,6 +186,18 @@ def _flag(config: Mapping[str, Any], name: str) -> bool:
     if value not in (None, True, False) or (value is not None and not isinstance(value, bool)):
         raise ValueError(f"config: {name} is {value!r}, expected true or false")
     return bool(value)
+
+
+def _pattern(value: Any, layers: int) -> list[str]:
+    """`layer_types` from `sliding_window_pattern`: n (every n-th layer is a full one), or a text of L (window) and G (full) that repeats
+    and whose last layer is a full one."""
+    if isinstance(value, str) and value and set(value) <= {"L", "G"}:
+        full = [value[i % len(value)] == "G" or i == layers - 1 for i in range(layers)]
+    elif isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        full = [(i + 1) % value == 0 for i in range(layers)]
+    else:
+        raise ValueError(f"config: sliding_window_pattern is {value!r}, expected a positive integer or a text of L and G")
+    return ["full_attention" if f else "sliding_attention" for f in full]
 
 
 def _windows(types: Any, window: int | None, layers: int) -> tuple[int | None, ...]:
