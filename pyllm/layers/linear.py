@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyllm import ops
 from pyllm.layers.formats import Format, QuantPlan, resolve
 from pyllm.layers.norm import Normed
-from pyllm.layers.spec import Part, Spec, Split, Transform, Weight, groups, need_sizes, walk
+from pyllm.layers.spec import Part, Spec, Split, Transform, Weight, groups, join, need_sizes, walk
+
+
+@dataclass(frozen=True)
+class StackedWeight(Weight):
+    """The experts of a MoE layer as one checkpoint tensor `[experts, cols, rows]` (a vector: `[experts, rows]`), read transposed."""
+
+    def sources(self, path: str) -> list[str]:
+        return [join(path, p.name, self.suffix) for p in self.parts]
+
+    def shape(self, part: Part) -> tuple[int, ...]:
+        rows = part.of or part.size
+        return (self.experts, rows) if self.cols is None else (self.experts, self.cols, rows)
+
+    def load(self, get: Callable[[str, tuple[int, ...]], Tensor], path: str, rank: int, tp: int) -> Tensor:
+        read = {n: get(n, self.shape(p)) for n, p in zip(self.sources(path), self.parts, strict=True)}
+        one = Weight(self.parts, self.cols, self.shard, self.suffix, transform=self.transform)
+
+        def expert(e: int) -> Tensor:
+            return one.load(lambda name, _: read[name][e] if self.cols is None else read[name][e].T, path, rank, tp)
+
+        return torch.stack([expert(e) for e in range(self.experts)])
 
 
 @dataclass(frozen=True)
@@ -21,6 +44,7 @@ class Linear(Spec):
     tp: None (whole on each rank) | "col" (output rows are cut; y is this rank's rows) | "row" (inputs are cut; y is a partial sum).
     A row-parallel bias is added by rank 0 alone, so that the reduction adds it once. experts > 0: a stack of such GEMMs (MoE).
     transform: TRANSPOSE (the checkpoint stores W^T) or UNGROUP (the parts are one tensor, stored head by head).
+    stacked: the checkpoint has the experts as one tensor `name` `[experts, d, rows]`, their biases as `name_bias` `[experts, rows]`.
     """
 
     d: int
@@ -29,12 +53,15 @@ class Linear(Spec):
     bias: bool = False
     experts: int = 0
     transform: Transform | None = None
+    stacked: bool = False
 
     def __post_init__(self) -> None:
         if not self.parts:
             raise ValueError("Linear: parts is empty, expected at least one Part")
         need_sizes(f"Linear {self.parts[0].name}", d=self.d)
-        if self.experts and not all("{}" in p.name for p in self.parts):
+        if self.stacked and (self.experts < 1 or any("{}" in p.name for p in self.parts) or self.transform is Transform.TRANSPOSE):
+            raise ValueError(f"Linear {self.parts[0].name}: stacked is set, expected experts, names without {{}} and no TRANSPOSE")
+        if self.experts and not self.stacked and not all("{}" in p.name for p in self.parts):
             raise ValueError(f"Linear {self.parts[0].name}: experts is {self.experts}, expected {{}} in the name of each part")
         if self.tp not in (None, "col", "row"):
             raise ValueError(f"Linear {self.parts[0].name}: tp is {self.tp!r}, expected None, 'col' or 'row'")
@@ -46,11 +73,21 @@ class Linear(Spec):
                 raise ValueError(f"Linear {self.parts[0].name}: transform is UNGROUP, expected parts that are all of one tensor's rows")
 
     def weights(self) -> dict[str, Weight]:
+        if self.stacked:
+            return self._stacked()
         out = {"weight": Weight(self.parts, self.d, self.tp, experts=self.experts, transform=self.transform)}
         if self.bias:
             order = None if self.transform is Transform.TRANSPOSE else self.transform
             shard = "col" if self.tp == "col" else None
             out["bias"] = Weight(self.parts, None, shard, suffix="bias", experts=self.experts, transform=order)
+        return out
+
+    def _stacked(self) -> dict[str, Weight]:
+        of = dict(suffix="", experts=self.experts, transform=self.transform)
+        out: dict[str, Weight] = {"weight": StackedWeight(self.parts, self.d, self.tp, **of)}  # type: ignore[arg-type]
+        if self.bias:
+            parts, shard = tuple(replace(p, name=f"{p.name}_bias") for p in self.parts), "col" if self.tp == "col" else None
+            out["bias"] = StackedWeight(parts, None, shard, **of)  # type: ignore[arg-type]
         return out
 
     def names(self, path: str) -> list[str]:
@@ -62,10 +99,9 @@ class Linear(Spec):
         m.format = resolve(self.names(m.path), env.quant)
         m.sizes = weights["weight"].sizes(env.tp, m.path)
         wanted = m.format.tensors(weights["weight"])
-        if self.transform and any(w.row_pack * w.col_pack > 1 for w in wanted.values()):
-            raise ValueError(
-                f"quant plan: {self.names(m.path)[0]} needs {self.transform.name}, which the packed format {m.format.name} lacks"
-            )
+        if (self.transform or self.stacked) and any(w.row_pack * w.col_pack > 1 for w in wanted.values()):
+            needs = self.transform.name if self.transform else "stacked"
+            raise ValueError(f"quant plan: {self.names(m.path)[0]} needs {needs}, which the packed format {m.format.name} lacks")
         stored = {name: env.read(w, m.path) for name, w in wanted.items()}
         for name, t in m.format.finish(stored).items():
             m.put(name, t)

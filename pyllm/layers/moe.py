@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyllm import ops
+from pyllm.layers.formats import Dense
 from pyllm.layers.linear import Linear
 from pyllm.layers.mlp import MLP, check_act
 from pyllm.layers.norm import Normed
-from pyllm.layers.spec import Part, Spec, Weight, need_sizes
+from pyllm.layers.spec import Part, Spec, Transform, Weight, consecutive, need_sizes
 from pyllm.ops.moe import SCORING
 from pyllm.runtime.batch import Batch
 
@@ -24,6 +26,11 @@ class MoE(Spec):
     scoring: "softmax" (over all experts, then top-k), "topk_softmax" (top-k, then softmax), "sigmoid". renormalize: chosen weights sum
     to 1.
     correction: checkpoint name of a bias `[experts]` for the choice alone. names: gate, up, down of one expert, `{}` is its number.
+    bias: of the router and of every product of an expert. clamp: (alpha, limit) makes an expert's gated activation
+    `g sigmoid(alpha g) (u + 1)` with g at most limit and u within -limit .. limit; act has no effect on it then.
+    stacked: names are without `{}`, each one checkpoint tensor of all experts, `[experts, in, out]`; one name for gate and up is one
+    tensor, gate rows first, or with interleaved a row of each in turn.
+    The experts of a layer with bias or clamp are a torch composition, in which each expert sees each token (`explain` shows it).
     """
 
     at: str
@@ -40,6 +47,10 @@ class MoE(Spec):
     shared_gate: str | None = None
     router: str = "gate"
     names: tuple[str, str, str] = ("experts.{}.gate_proj", "experts.{}.up_proj", "experts.{}.down_proj")
+    bias: bool = False
+    clamp: tuple[float, float] | None = None
+    stacked: bool = False
+    interleaved: bool = False
 
     partial = True
     reads_normed = True
@@ -47,7 +58,13 @@ class MoE(Spec):
     def __post_init__(self) -> None:
         check_act(f"MoE {self.at}", self.act)
         need_sizes(f"MoE {self.at}", d=self.d, ff=self.ff, experts=self.experts, top_k=self.top_k)
-        if len(self.names) != 3 or not all("{}" in n for n in self.names):
+        if self.clamp is not None and not (len(self.clamp) == 2 and min(self.clamp) > 0):
+            raise ValueError(f"MoE {self.at}: clamp is {self.clamp!r}, expected None or two positive numbers (alpha, limit)")
+        if self.interleaved and not (self.stacked and self.names[0] == self.names[1]):
+            raise ValueError(f"MoE {self.at}: interleaved is set, expected stacked experts with one name for gate and up")
+        if self.stacked and (len(self.names) != 3 or any("{}" in n for n in self.names)):
+            raise ValueError(f"MoE {self.at}: names is {self.names!r}, expected three (gate, up, down) without {{}}, as stacked is set")
+        if not self.stacked and (len(self.names) != 3 or not all("{}" in n for n in self.names)):
             raise ValueError(f"MoE {self.at}: names is {self.names!r}, expected three (gate, up, down) with {{}} for the expert")
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(f"MoE {self.at}: top_k is {self.top_k}, expected 1..experts={self.experts}")
@@ -58,10 +75,11 @@ class MoE(Spec):
 
     def children(self) -> dict[str, Spec | tuple[Spec, ...]]:
         gate, up, down = self.names
+        order = Transform.UNGROUP if self.interleaved else None
         out: dict[str, Spec | tuple[Spec, ...]] = {
-            "gate": Linear(self.d, (Part(self.router, self.experts),)),
-            "w13": Linear(self.d, (Part(gate, self.ff), Part(up, self.ff)), "col", experts=self.experts),
-            "w2": Linear(self.ff, (Part(down, self.d),), "row", experts=self.experts),
+            "gate": Linear(self.d, (Part(self.router, self.experts),), bias=self.bias),
+            "w13": Linear(self.d, consecutive(Part(gate, self.ff), Part(up, self.ff)), "col", self.bias, self.experts, order, self.stacked),
+            "w2": Linear(self.ff, (Part(down, self.d),), "row", self.bias, self.experts, stacked=self.stacked),
         }
         if self.shared:
             out["shared"] = self.shared
@@ -72,8 +90,15 @@ class MoE(Spec):
     def weights(self) -> dict[str, Weight]:
         return {"router_bias": Weight((Part(self.correction, self.experts),), suffix="", fp32=True)} if self.correction else {}
 
+    @property
+    def composed(self) -> bool:
+        """The grouped op has neither biases nor the clamp."""
+        return self.bias or self.clamp is not None
+
     def load(self, m: Any, env: Any) -> None:
         super().load(m, env)
+        if self.composed and not isinstance(m.w13.format, Dense):
+            raise ValueError(f"quant plan: the experts of {m.path} have a bias or a clamp, which the format {m.w13.format.name} lacks")
         if m.w13.format != m.w2.format:
             raise ValueError(f"quant plan: the experts of {m.path} get two formats ({m.w13.format.name}, {m.w2.format.name}), expected one")
 
@@ -81,8 +106,27 @@ class MoE(Spec):
         h = x.tensor() if isinstance(x, Normed) else x
         bias = m.router_bias if self.correction else None
         weights, ids = ops.route_experts(m.gate(h), self.top_k, self.scoring, renormalize=self.renormalize, bias=bias, scale=self.scale)
-        y = m.w13.format.experts(m.w13, m.w2, h, ids, weights, self.act)
+        y = self.experts_composed(m, h, ids, weights) if self.composed else m.w13.format.experts(m.w13, m.w2, h, ids, weights, self.act)
         if self.shared:
             s = m.shared(h, b)
             y = y + (s * torch.sigmoid(m.shared_gate_proj(h)) if self.shared_gate else s)
         return y
+
+    def experts_composed(self, m: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """No host sync, so every expert sees every token with weight 0 where it was not chosen: right under graphs. Sum in fp32."""
+        y, h = torch.zeros(x.shape, dtype=torch.float32, device=x.device), x.to(m.w13.weight.dtype)
+        bias13 = m.w13.bias.to(h.dtype) if self.bias else [None] * self.experts
+        bias2 = m.w2.bias.to(h.dtype) if self.bias and m.rank == 0 else [None] * self.experts  # the ranks' shares are summed
+        for e in range(self.experts):
+            gate_up = F.linear(h, m.w13.weight[e], bias13[e])
+            act = clamped_swiglu(gate_up, *self.clamp) if self.clamp else ops.act_mul(gate_up, self.act)
+            share = torch.where(ids == e, weights, 0.0).sum(-1, keepdim=True)
+            y += torch.where(share != 0, share * F.linear(act, m.w2.weight[e], bias2[e]).float(), 0.0)
+        return y.to(x.dtype)
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """`[T, 2F]` (gate, then up) -> `[T, F]`: `g sigmoid(alpha g) (u + 1)`, fp32 inside, rounded once."""
+    gate, up = gate_up.float().chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(gate_up.dtype)

@@ -19,6 +19,7 @@ from pyllm.models.glm import glm
 from pyllm.models.glm4 import glm4
 from pyllm.models.gpt2 import gpt2
 from pyllm.models.gpt_neox import gpt_neox
+from pyllm.models.gpt_oss import gpt_oss
 from pyllm.models.granite import granite
 from pyllm.models.hf import normalize
 from pyllm.models.llama import llama
@@ -52,6 +53,7 @@ REGISTRY: dict[str, Callable[[SimpleNamespace], Decoder]] = {
     "NemotronForCausalLM": nemotron,
     "GPT2LMHeadModel": gpt2,
     "GPTNeoXForCausalLM": gpt_neox,
+    "GptOssForCausalLM": gpt_oss,
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3,
     "Phi3ForCausalLM": phi3,
@@ -91,6 +93,7 @@ __all__ = [
     "glm4",
     "gpt2",
     "gpt_neox",
+    "gpt_oss",
     "granite",
     "llama",
     "mixtral",

@@ -28,7 +28,8 @@ _READ = {
     "original_max_position_embeddings",
 }  # fmt: skip
 _NUMBERS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "layer_norm_eps", "rope_local_base_freq")
-_FACTORS = ("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier")
+_FACTORS = ("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "swiglu_alpha",
+            "swiglu_limit")  # fmt: skip
 _SWITCHES = ("use_bias", "use_qkv_bias", "use_parallel_residual", "scale_attn_weights", "scale_attn_by_inverse_layer_idx",
              "multi_query", "parallel_attn", "new_decoder_architecture")  # fmt: skip
 _OWN = {
@@ -87,6 +88,8 @@ def normalize(
     if config.get("use_sliding_window") is False:
         flags.add("max_window_layers")  # says which layers have the window that there is not
     _warn_unread(k for k, v in config.items() if k not in read | _INERT | flags and v is not None)
+    if config.get("rope_parameters"):  # they say all; what is left out in them is not what an absent rope_scaling means
+        defaults = {k: v for k, v in (defaults or {}).items() if k != "rope_scaling"}
     config = {**(defaults or {}), **{k: v for k, v in config.items() if k in read or k not in _OWN}}
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     ratio = (defaults or {}).get("ff_ratio")
