@@ -11,7 +11,7 @@ from torch import Tensor
 from pyllm import ops
 from pyllm.jit.variant import AttentionVariant
 from pyllm.layers.linear import Linear
-from pyllm.layers.norm import Normed, RMSNorm
+from pyllm.layers.norm import LayerNorm, Normed, RMSNorm
 from pyllm.layers.rope import Rope
 from pyllm.layers.spec import Part, Spec, Split, Transform, Weight, consecutive, need_sizes
 from pyllm.runtime.batch import Batch, KvCache
@@ -32,8 +32,8 @@ class Attn(Spec):
 
     kv: KV slot; two layers with one number share one cache, and own_kv=False projects q alone and reads the slot that another layer filled.
     rope=None: no position (NoPE). qk_norm: an RMSNorm for q and k, with `{}` in its name; over head_dim, or with
-    whole_norm over all heads of q (of k) at once: its d is then heads * head_dim. window: a token sees that many
-    keys, itself included.
+    whole_norm over all heads of q (of k) at once: its d is then heads * head_dim. A LayerNorm there is over head_dim, without bias, and its
+    weight is each head's own, `[heads, head_dim]`. window: a token sees that many keys, itself included.
     scale: of q k^T; None: head_dim ** -0.5. sinks: one learned logit per head in the softmax's denominator.
     names: q, k, v, o; one name for q, k and v is one fused tensor. qkv_transform, o_transform: how the checkpoint stores them (`Linear`).
     variant: a score modification or mask of your own (`pyllm.jit`); tensors that it asks for are `Batch.tensors`.
@@ -47,7 +47,7 @@ class Attn(Spec):
     kv: int
     own_kv: bool = True
     rope: Rope | None = None
-    qk_norm: RMSNorm | None = None
+    qk_norm: RMSNorm | LayerNorm | None = None
     whole_norm: bool = False
     window: int | None = None
     softcap: float | None = None
@@ -69,8 +69,10 @@ class Attn(Spec):
             raise ValueError(f"Attn {self.at}: names is {self.names!r}, expected four (q, k, v, o)")
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"Attn {self.at}: softcap is {self.softcap}, expected None or more than 0")
-        if self.qk_norm is not None and not isinstance(self.qk_norm, RMSNorm):
-            raise ValueError(f"Attn {self.at}: qk_norm is a {type(self.qk_norm).__name__}, expected an RMSNorm")
+        if self.qk_norm is not None and not isinstance(self.qk_norm, (RMSNorm, LayerNorm)):
+            raise ValueError(f"Attn {self.at}: qk_norm is a {type(self.qk_norm).__name__}, expected an RMSNorm or a LayerNorm")
+        if isinstance(self.qk_norm, LayerNorm) and (self.qk_norm.bias or self.whole_norm):
+            raise ValueError(f"Attn {self.at}: qk_norm is a LayerNorm, expected bias=False and no whole_norm with it")
         if self.heads % self.kv_heads:
             raise ValueError(f"Attn {self.at}: heads is {self.heads}, expected a multiple of kv_heads={self.kv_heads}")
         if self.rope and self.rope.dim > self.head_dim:
@@ -96,6 +98,7 @@ class Attn(Spec):
         for one, heads in (("q", self.heads), ("k", self.kv_heads)) if self.own_kv else (("q", self.heads),):
             if self.qk_norm:
                 size: dict[str, Any] = {"d": heads * dim, "unit": dim} if self.whole_norm else {}
+                size |= {"heads": heads} if isinstance(self.qk_norm, LayerNorm) else {}
                 out[f"{one}_norm"] = replace(self.qk_norm, name=self.qk_norm.name.format(one), **size)
         return out
 
@@ -113,7 +116,7 @@ class Attn(Spec):
     def forward(self, m: Any, x: Tensor | Normed, b: Batch) -> Tensor:
         cache = b.caches[self.kv]
         qkv = m.qkv(x)
-        if self.whole_norm:
+        if self.qk_norm and not self.head_norm:
             self.norm_rows(m, qkv, b)
         q = (self.project if m.fuse else self.project_unfused)(m, qkv, cache, b)
         if self.variant:
@@ -157,12 +160,12 @@ class Attn(Spec):
     @property
     def head_norm(self) -> bool:
         """The norm of each head, which `qk_norm_rope_append` applies."""
-        return self.qk_norm is not None and not self.whole_norm
+        return isinstance(self.qk_norm, RMSNorm) and not self.whole_norm
 
     def norm_rows(self, m: Any, qkv: Tensor, b: Batch) -> None:
-        """Norm of all of q and of all of k, in place."""
+        """Norm of q and of k that no other op applies, in place."""
         parts = list(zip(qkv.split(m.qkv.sizes, -1), (m.q_norm, m.k_norm) if self.own_kv else (m.q_norm,), strict=False))
-        if m.tp == 1:
+        if m.tp == 1 or not self.whole_norm:
             for t, norm in parts:
                 t.copy_(norm(t))
             return

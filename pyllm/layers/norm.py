@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyllm import ops
@@ -52,6 +53,8 @@ class LayerNorm(Spec):
     """`y = (x - mean) / sqrt(var + eps) * w + b`; bias=False: no b; plus_one: the checkpoint stores w - 1 (Nemotron).
 
     w, b are kept in fp32; fp32 inside, one rounding.
+    heads > 0: a row is so many heads of d, each with its own mean, variance and w `[heads, d]` (no b); cut over the ranks by heads;
+    a torch composition.
     """
 
     name: str
@@ -59,18 +62,27 @@ class LayerNorm(Spec):
     eps: float
     bias: bool = True
     plus_one: bool = False
+    heads: int = 0
 
     def __post_init__(self) -> None:
         check_norm(self)
+        if self.heads and self.bias:
+            raise ValueError(f"LayerNorm {self.name}: heads is {self.heads}, expected bias=False with it")
 
     def weights(self) -> dict[str, Weight]:
         part = (Part(self.name, self.d),)
         change = Transform.PLUS_ONE if self.plus_one else None
+        if self.heads:
+            by_head = (Part(self.name, self.heads, split=Split.REPLICATE),)
+            return {"weight": Weight(by_head, self.d, "col", transform=change, fp32=True)}
         return {"weight": Weight(part, transform=change, fp32=True)} | (
             {"bias": Weight(part, suffix="bias", fp32=True)} if self.bias else {}
         )
 
     def forward(self, m: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if self.heads:
+            rows = F.layer_norm(x.float().unflatten(-1, (-1, self.d)), (self.d,), eps=self.eps)
+            return (rows * m.weight).flatten(-2).to(x.dtype)
         y = ops.layer_norm(x, m.weight, m.bias if self.bias else None, self.eps, residual)
         assert isinstance(y, Tensor)
         return y

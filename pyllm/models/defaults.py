@@ -1,4 +1,5 @@
-"""What a config.json leaves to its architecture: `DEFAULTS` of fields that a file may omit, `NAMES` of fields called otherwise."""
+"""What a config.json leaves to its architecture: `DEFAULTS` of fields that a file may omit, `NAMES` of fields called otherwise,
+`REFUSED`: flags that must be off."""
 
 from __future__ import annotations
 
@@ -132,6 +133,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 5e5,
         "layer_norm_eps": 1e-5,
         "logit_scale": 0.0625,
+        "use_qk_norm": False,
     },
     "Cohere2ForCausalLM": {
         "tie_word_embeddings": True,
@@ -234,3 +236,15 @@ NAMES: dict[str, dict[str, str]] = {
     "Starcoder2ForCausalLM": {"norm_epsilon": "layer_norm_eps"},
 }
 """What an architecture's config.json calls a field that has a canonical name."""
+
+REFUSED = {
+    "use_bidirectional_attention": "a causal decoder",
+    "is_encoder_decoder": "a causal decoder",
+    "add_cross_attention": "a decoder without an encoder",
+    "qk_layernorm": "q and k without a LayerNorm for each head",
+    "use_qk_norm": "q and k without a LayerNorm for each head",
+    "alibi": "rotary positions",
+    "apply_residual_connection_post_layernorm": "a residual that is taken before the norm",
+    "rope_interleaved": "a checkpoint whose rotary pairs are the halves of a head",
+}
+"""Flags that must be off or absent, but for the architectures that have them in their defaults, and what is expected."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from pyllm.layers import Decoder, DynamicNtk, Embedding, Linear, LinearScaling, Llama3, LongRope, Norm, Part, Rope, Split, Sub, Yarn
 from pyllm.layers.rope import Scaling
+from pyllm.models.defaults import REFUSED
 
 ACTS = {
     "silu": "silu",
@@ -32,6 +33,8 @@ _FACTORS = ("logit_scale", "logits_scaling", "embedding_multiplier", "residual_m
             "swiglu_limit")  # fmt: skip
 _SWITCHES = ("use_bias", "use_qkv_bias", "use_parallel_residual", "scale_attn_weights", "scale_attn_by_inverse_layer_idx",
              "multi_query", "parallel_attn", "new_decoder_architecture")  # fmt: skip
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "qkv_bias", "use_qk_norm",
+          *_SWITCHES)  # fmt: skip
 _OWN = {
     *_NUMBERS, *_FACTORS, *_SWITCHES, "sliding_window_pattern", "num_ln_in_parallel_attn",
     "use_sliding_window", "max_window_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
@@ -51,24 +54,11 @@ _INERT = {
     "pad_token_id", "torch_dtype", "dtype", "transformers_version", "model_type", "pretraining_tp", "_name_or_path",
     "output_hidden_states", "output_attentions", "return_dict", "id2label", "label2id", "problem_type", "chunk_size_feed_forward",
     "cache_implementation", "_attn_implementation", "_attn_implementation_autoset", "auto_map", "is_llama_config",
-    "transformers.js_config", "unsloth_fixed",
-    "unsloth_version", "quantization_config", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
-    "resid_pdrop", "embd_pdrop", "attn_pdrop", "embedding_dropout", "classifier_dropout", "summary_type", "summary_use_proj",
-    "summary_activation", "summary_proj_to_labels", "summary_first_dropout", "reorder_and_upcast_attn", "n_ctx", "task_specific_params",
-    "is_decoder", "_sliding_window_pattern",
+    "transformers.js_config", "unsloth_fixed", "unsloth_version", "quantization_config", "output_router_logits", "router_aux_loss_coef",
+    "router_jitter_noise", "resid_pdrop", "embd_pdrop", "attn_pdrop", "embedding_dropout", "classifier_dropout", "summary_type",
+    "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout", "reorder_and_upcast_attn", "n_ctx",
+    "task_specific_params", "is_decoder", "_sliding_window_pattern",
 }  # fmt: skip
-
-REFUSED = {
-    "use_bidirectional_attention": "a causal decoder",
-    "is_encoder_decoder": "a causal decoder",
-    "add_cross_attention": "a decoder without an encoder",
-    "qk_layernorm": "q and k without a LayerNorm for each head",
-    "use_qk_norm": "q and k without a LayerNorm for each head",
-    "alibi": "rotary positions",
-    "apply_residual_connection_post_layernorm": "a residual that is taken before the norm",
-    "rope_interleaved": "a checkpoint whose rotary pairs are the halves of a head",
-}
-"""Flags that must be off or absent, and what is expected."""
 
 
 def normalize(
@@ -88,13 +78,8 @@ def normalize(
     if config.get("use_sliding_window") is False:
         flags.add("max_window_layers")  # says which layers have the window that there is not
     _warn_unread(k for k, v in config.items() if k not in read | _INERT | flags and v is not None)
-    if config.get("rope_parameters"):  # they say all; what is left out in them is not what an absent rope_scaling means
-        defaults = {k: v for k, v in (defaults or {}).items() if k != "rope_scaling"}
-    config = {**(defaults or {}), **{k: v for k, v in config.items() if k in read or k not in _OWN}}
+    config = _filled(config, defaults or {}, read)
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    ratio = (defaults or {}).get("ff_ratio")
-    if ratio and config.get("intermediate_size") is None:
-        config["intermediate_size"] = ratio * _size(config, "hidden_size")
     c = SimpleNamespace(**{n: _size(config, n) for n in sizes})
     c.num_key_value_heads = _size(config, "num_key_value_heads", c.num_attention_heads)
     if config.get("head_dim") is None and c.hidden_size % c.num_attention_heads:
@@ -108,7 +93,7 @@ def normalize(
         raise ValueError(f"config: hidden_act is {act!r}, expected one of {', '.join(ACTS)}")
     c.act = ACTS[act]
     c.rms_norm_eps = _number(config, "rms_norm_eps", 1e-6)
-    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "qkv_bias", *_SWITCHES):
+    for name in _FLAGS:
         setattr(c, name, _flag(config, name))
     off = config.get("sliding_window") is None or ("use_sliding_window" in read and not c.use_sliding_window)
     c.sliding_window = None if off else _size(config, "sliding_window")
@@ -130,11 +115,21 @@ def normalize(
     if c.rope_local_base_freq:
         c.local_rope = replace(_rope(_local(config), c), max_positions=c.max_positions)
     for name, expected in REFUSED.items():
-        if _flag(config, name):
+        if name not in (defaults or {}) and _flag(config, name):
             raise ValueError(f"config: {name} is set, expected {expected}")
     if config.get("quantization_config"):
         raise ValueError("config: quantization_config is set; checkpoints that are stored quantized are not read, use the unquantized one")
     return c
+
+
+def _filled(config: Mapping[str, Any], defaults: Mapping[str, Any], read: set[str]) -> dict[str, Any]:
+    """The config with what its architecture means by the fields that are absent."""
+    if config.get("rope_parameters"):  # they say all; what is left out in them is not what an absent rope_scaling means
+        defaults = {k: v for k, v in defaults.items() if k != "rope_scaling"}
+    out = {**defaults, **{k: v for k, v in config.items() if k in read or k not in _OWN}}
+    if defaults.get("ff_ratio") and out.get("intermediate_size") is None:
+        out["intermediate_size"] = defaults["ff_ratio"] * _size(out, "hidden_size")
+    return out
 
 
 def _warn_unread(names: Iterable[str], where: str = "config") -> None:

@@ -149,6 +149,10 @@ def _project_rows(spec: Attn, ctx: Context, path: str, heads: int, kv: int) -> I
     op, shape = "qk_norm_rope_append", f"{heads}+{kv}x{dim}"
     if spec.whole_norm:
         yield from _whole_norm_rows(ctx, path, dim, (("q", heads), ("k", kv)) if kv else (("q", heads),))
+    elif isinstance(spec.qk_norm, LayerNorm):
+        for name, n in (("q", heads), ("k", kv)) if kv else (("q", heads),):
+            yield ctx.row(path, f"{name}_norm", "F.layer_norm", n * (copy + 4 * dim), 0, f"{n}x{dim}")
+            yield ctx.row(path, f"{name}_norm in place", "copy", n * copy, 0, f"{n}x{dim}")
     if ctx.fuse:
         parts = ["qk_norm"] * spec.head_norm + ["rope"] * bool(spec.rope) + ["append"] * bool(kv)
         yield ctx.row(path, "+".join(parts) or "split", op, heads * copy + stored, 0, shape)

@@ -55,7 +55,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "Attn a: head_dim is 0": lambda: attn(head_dim=0),
     "Attn a: softcap is -1.0, expected None or more than 0": lambda: attn(softcap=-1.0),
     "Attn a: names is": lambda: attn(names=("q",)),
-    "Attn a: qk_norm is a LayerNorm, expected an RMSNorm": lambda: attn(qk_norm=LayerNorm("{}_norm", 16, 1e-5)),
+    "Attn a: qk_norm is a LayerNorm, expected bias=False": lambda: attn(qk_norm=LayerNorm("{}_norm", 16, 1e-5)),
     "RMSNorm n: eps is -1": lambda: RMSNorm("n", 4, -1.0),
     "MLP m: ff is 0": lambda: MLP("m", 4, 0),
     "MoE m: names is .* with {} for the expert": lambda: MoE("m", 8, 8, 4, 2, names=("g", "u", "d")),

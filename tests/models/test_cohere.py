@@ -15,6 +15,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {}),
     "cohere-untied": ("Cohere", dict(tie_word_embeddings=False, logit_scale=0.8, num_key_value_heads=4)),
     "cohere-bias": ("Cohere", dict(attention_bias=True, layer_norm_eps=1e-2)),
+    "cohere-qk-norm": ("Cohere", dict(use_qk_norm=True)),
+    "cohere-qk-norm-mha-bias": ("Cohere", dict(use_qk_norm=True, num_key_value_heads=4, attention_bias=True, layer_norm_eps=1e-2)),
+    "cohere-qk-norm-mqa": ("Cohere", dict(use_qk_norm=True, num_key_value_heads=1)),
     "cohere-head-dim": ("Cohere", dict(hidden_size=96, head_dim=24, num_key_value_heads=1)),
 }
 
@@ -45,6 +48,7 @@ def test_what_a_file_leaves_out() -> None:
     assert (spec.head, spec.logit_scale, rope.theta, rope.interleaved, spec.max_positions) == (None, 0.0625, 5e5, True, 8192)
 
 
-def test_a_layer_norm_for_each_head_is_refused() -> None:
+def test_a_layer_norm_for_each_head_is_refused_where_it_is_not_read() -> None:
+    assert spec_from_config(CONFIG | {"use_qk_norm": True}).attns()[0][1].qk_norm is not None
     with pytest.raises(ValueError, match="config: use_qk_norm is set, expected q and k without a LayerNorm for each head"):
-        spec_from_config(CONFIG | {"use_qk_norm": True})
+        spec_from_config(CONFIG | {"use_qk_norm": True, "architectures": ["LlamaForCausalLM"]})
