@@ -30,6 +30,7 @@ class MoE(Spec):
     `g sigmoid(alpha g) (u + 1)` with g at most limit and u within -limit .. limit; act has no effect on it then.
     stacked: names are without `{}`, each one checkpoint tensor of all experts, `[experts, in, out]`; one name for gate and up is one
     tensor, gate rows first, or with interleaved a row of each in turn.
+    scale_inputs: the weight multiplies an expert's input in place of its output (Llama 4); with top_k 1 alone.
     The experts of a layer with bias or clamp are a torch composition, in which each expert sees each token (`explain` shows it).
     """
 
@@ -51,6 +52,7 @@ class MoE(Spec):
     clamp: tuple[float, float] | None = None
     stacked: bool = False
     interleaved: bool = False
+    scale_inputs: bool = False
 
     partial = True
     reads_normed = True
@@ -68,6 +70,8 @@ class MoE(Spec):
             raise ValueError(f"MoE {self.at}: names is {self.names!r}, expected three (gate, up, down) with {{}} for the expert")
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(f"MoE {self.at}: top_k is {self.top_k}, expected 1..experts={self.experts}")
+        if self.scale_inputs and self.top_k > 1:
+            raise ValueError(f"MoE {self.at}: top_k is {self.top_k}, expected 1 with scale_inputs")
         if self.scoring not in SCORING:
             raise ValueError(f"MoE {self.at}: scoring is {self.scoring!r}, expected one of {', '.join(SCORING)}")
         if self.shared_gate and not self.shared:
@@ -106,7 +110,10 @@ class MoE(Spec):
         h = x.tensor() if isinstance(x, Normed) else x
         bias = m.router_bias if self.correction else None
         weights, ids = ops.route_experts(m.gate(h), self.top_k, self.scoring, renormalize=self.renormalize, bias=bias, scale=self.scale)
-        y = self.experts_composed(m, h, ids, weights) if self.composed else m.w13.format.experts(m.w13, m.w2, h, ids, weights, self.act)
+        x = h
+        if self.scale_inputs:
+            x, weights = h * weights.to(h.dtype), torch.ones_like(weights)
+        y = self.experts_composed(m, x, ids, weights) if self.composed else m.w13.format.experts(m.w13, m.w2, x, ids, weights, self.act)
         if self.shared:
             s = m.shared(h, b)
             y = y + (s * torch.sigmoid(m.shared_gate_proj(h)) if self.shared_gate else s)

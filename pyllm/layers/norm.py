@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,6 +25,7 @@ class RMSNorm(Spec):
     """`y = x / sqrt(mean(x^2) + eps) * w`; plus_one: the checkpoint stores w - 1 (Gemma). w is kept in fp32; fp32 inside, one rounding.
 
     Called with a residual, adds x to it in place first and normalises the sum: one op.
+    stored=False: the checkpoint has no w, which is 1.
     unit: the row is cut over the ranks in units of so many values, as in `Part` (None: each rank has all of it); who holds it sums the
     squares over the ranks.
     """
@@ -33,11 +35,21 @@ class RMSNorm(Spec):
     eps: float
     plus_one: bool = False
     unit: int | None = None
+    stored: bool = True
 
     def __post_init__(self) -> None:
         check_norm(self)
+        if not self.stored and (self.plus_one or self.unit):
+            raise ValueError(f"RMSNorm {self.name}: stored is off, expected neither plus_one nor unit with it")
+
+    def load(self, m: Any, env: Any) -> None:
+        super().load(m, env)
+        if not self.stored:
+            m.put("weight", torch.ones(self.d, device=env.device))
 
     def weights(self) -> dict[str, Weight]:
+        if not self.stored:
+            return {}
         part = Part(self.name, self.d, self.unit or 1, Split.REPLICATE)
         change = Transform.PLUS_ONE if self.plus_one else None
         return {"weight": Weight((part,), shard="col" if self.unit else None, transform=change, fp32=True)}

@@ -23,6 +23,7 @@ from pyllm.models.gpt_oss import gpt_oss
 from pyllm.models.granite import granite
 from pyllm.models.hf import normalize
 from pyllm.models.llama import llama
+from pyllm.models.llama4 import llama4
 from pyllm.models.mixtral import mixtral
 from pyllm.models.nemotron import nemotron
 from pyllm.models.olmo2 import olmo2
@@ -37,6 +38,7 @@ from pyllm.models.starcoder2 import starcoder2
 
 REGISTRY: dict[str, Callable[[SimpleNamespace], Decoder]] = {
     "LlamaForCausalLM": llama,
+    "Llama4ForCausalLM": llama4,
     "MistralForCausalLM": llama,
     "MinistralForCausalLM": llama,
     "MixtralForCausalLM": mixtral,
@@ -96,6 +98,7 @@ __all__ = [
     "gpt_oss",
     "granite",
     "llama",
+    "llama4",
     "mixtral",
     "nemotron",
     "normalize",

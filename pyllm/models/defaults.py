@@ -19,6 +19,26 @@ _GLM: dict[str, Any] = {
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"mlp_bias": False},
+    "Llama4ForCausalLM": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "intermediate_size_mlp": 16384,
+        "num_experts": 16,
+        "num_experts_per_tok": 1,
+        "moe_layers": None,
+        "interleave_moe_layer_step": 1,
+        "use_qk_norm": True,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "layer_types": None,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    },
     "MistralForCausalLM": {"sliding_window": 4096, "layer_types": None, "max_position_embeddings": 131072},
     "MinistralForCausalLM": {
         "num_key_value_heads": 8,

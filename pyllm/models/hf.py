@@ -28,18 +28,19 @@ _READ = {
     "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "attention_bias",
     "original_max_position_embeddings",
 }  # fmt: skip
-_NUMBERS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "layer_norm_eps", "rope_local_base_freq")
+_NUMBERS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "layer_norm_eps", "rope_local_base_freq",
+            "attn_scale", "floor_scale", "attention_chunk_size")  # fmt: skip
 _FACTORS = ("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "swiglu_alpha",
             "swiglu_limit")  # fmt: skip
 _SWITCHES = ("use_bias", "use_qkv_bias", "use_parallel_residual", "scale_attn_weights", "scale_attn_by_inverse_layer_idx",
-             "multi_query", "parallel_attn", "new_decoder_architecture")  # fmt: skip
+             "multi_query", "parallel_attn", "new_decoder_architecture", "attn_temperature_tuning")  # fmt: skip
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "qkv_bias", "use_qk_norm",
           *_SWITCHES)  # fmt: skip
 _OWN = {
     *_NUMBERS, *_FACTORS, *_SWITCHES, "sliding_window_pattern", "num_ln_in_parallel_attn",
     "use_sliding_window", "max_window_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
     "decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size", "qkv_bias", "no_rope_layers", "no_rope_layer_interval",
-    "mlp_bias", "sliding_window", "layer_types",
+    "mlp_bias", "sliding_window", "layer_types", "moe_layers", "intermediate_size_mlp", "interleave_moe_layer_step",
 }  # fmt: skip
 """Read for the architectures that have them in their defaults; for others, as in transformers, they change nothing (and warn)."""
 _ROPE = {
@@ -99,17 +100,17 @@ def normalize(
     c.sliding_window = None if off else _size(config, "sliding_window")
     c.max_window_layers = _size(config, "max_window_layers", None if c.use_sliding_window and "max_window_layers" in read else 0, least=0)
     own = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "shared_expert_intermediate_size",
-           "no_rope_layer_interval")  # fmt: skip
+           "no_rope_layer_interval", "intermediate_size_mlp", "interleave_moe_layer_step")  # fmt: skip
     for name in own:
         setattr(c, name, _size(config, name) if name in read else None)
     c.num_ln_in_parallel_attn = _size(config, "num_ln_in_parallel_attn", 2 if c.new_decoder_architecture else 1)
     c.mlp_only_layers = _integers(config, "mlp_only_layers", ())
-    c.no_rope_layers = _integers(config, "no_rope_layers", None)
+    c.no_rope_layers, c.moe_layers = _integers(config, "no_rope_layers", None), _integers(config, "moe_layers", None)
     vars(c).update(_numbers(config, read))
     c.layer_types = config.get("layer_types")
     if c.layer_types is None and c.sliding_window and "sliding_window_pattern" in read:
         c.layer_types = _pattern(config.get("sliding_window_pattern"), c.num_hidden_layers)
-    c.windows = _windows(c.layer_types, c.sliding_window, c.num_hidden_layers)
+    c.windows = _windows(c.layer_types, c.sliding_window, c.num_hidden_layers, bool(c.attention_chunk_size))
     c.rope = _rope(config, c)
     c.max_positions = c.rope.max_positions
     if c.rope_local_base_freq:
@@ -198,11 +199,11 @@ def _pattern(value: Any, layers: int) -> list[str]:
     return ["full_attention" if f else "sliding_attention" for f in full]
 
 
-def _windows(types: Any, window: int | None, layers: int) -> tuple[int | None, ...]:
+def _windows(types: Any, window: int | None, layers: int, chunks: bool = False) -> tuple[int | None, ...]:
     """One window (or None) per layer from `sliding_window` and `layer_types`."""
     if types is None:
         return (window,) * layers
-    known = {"full_attention": None, "sliding_attention": window}
+    known = {"full_attention": None, "sliding_attention": window} | ({"chunked_attention": None} if chunks else {})
     if not isinstance(types, list) or len(types) != layers or any(not isinstance(t, str) or t not in known for t in types):
         raise ValueError(f"config: layer_types is {types!r}, expected {layers} of {', '.join(known)}")
     if window is None and "sliding_attention" in types:
