@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pyllm.jit import compile_variant, compiler, use_cache
 from pyllm.layers import MoE
 from pyllm.models import spec_from_config
 from tests.models import oracle
@@ -72,3 +74,15 @@ def test_what_files_leave_out() -> None:
 def test_bad_fields_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         spec_from_config(FILE | changes)
+
+
+@pytest.mark.skipif(compiler.unavailable() is not None, reason=str(compiler.unavailable()))
+def test_its_attention_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CPU runs is the reference beside the C++; the kernels are built for the head dim of the published files."""
+    monkeypatch.setattr("pyllm.jit.cache._directory", [])
+    use_cache(tmp_path)
+    found = {a.variant for _, a in spec_from_config(FILE).attns()}
+    found |= {a.variant for _, a in spec_from_config(FILE | dict(layer_types=["chunked_attention"] * 5)).attns()}
+    assert len(found) == 3
+    for variant in found:
+        assert variant is not None and compile_variant(variant, 128)
