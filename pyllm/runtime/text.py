@@ -23,22 +23,23 @@ class TextOutput:
 
     def push(self, token_ids: Sequence[int]) -> None:
         """token_ids: the whole output so far."""
-        for token in token_ids[self._seen :]:
-            self.text += self._decoder.push(token)
+        self.text = self._pushed(token_ids)
+
+    def _pushed(self, token_ids: Sequence[int]) -> str:
+        pieces = [self._decoder.push(token) for token in token_ids[self._seen :]]
         self._seen = len(token_ids)
+        return self.text + "".join(pieces)
 
     def find_stop(self, token_ids: Sequence[int], min_tokens: int = 0) -> str | None:
         """The stop string that the output has come to, the earliest in the text; the text then ends at it."""
-        before = len(self.text)
-        self.push(token_ids)
-        if len(token_ids) < min_tokens or len(self.text) == before:
-            return None
-        window = max(0, before - self._longest + 1)
-        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, window)) >= 0]
-        if not found:
-            return None
-        at, stop = min(found, key=lambda f: (f[0], -len(f[1])))
-        self.text = self.text[: at + len(stop) * self._include]
+        before, text = len(self.text), self._pushed(token_ids)
+        stop = None
+        if len(token_ids) >= min_tokens and len(text) > before:  # only one that ends in the new text: others came too early
+            found = [(at, s) for s in self._stops if (at := text.find(s, max(0, before - len(s) + 1))) >= 0]
+            if found:
+                at, stop = min(found, key=lambda f: (f[0], -len(f[1])))
+                text = text[: at + len(stop) * self._include]
+        self.text = text  # at once: a reader in another thread never sees the stop string
         return stop
 
     def finish(self) -> None:
@@ -47,7 +48,8 @@ class TextOutput:
 
     def certain(self) -> int:
         """Length of the text that no later stop string can cut."""
-        for held in range(min(self._longest - 1, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-held:]) for stop in self._stops):
-                return len(self.text) - held
-        return len(self.text)
+        text = self.text  # the engine may replace it meanwhile
+        for held in range(min(self._longest - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[-held:]) for stop in self._stops):
+                return len(text) - held
+        return len(text)
