@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -133,10 +134,14 @@ class RequestOutput:
             self._changed.notify_all()
             waiters, self._waiters = self._waiters, []
         for loop, event in waiters:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits, and the engine's thread goes on
                 loop.call_soon_threadsafe(event.set)
 
     def _look(self) -> RequestOutput:
+        with self._changed:  # several threads may wait for one request
+            return self._look_now()
+
+    def _look_now(self) -> RequestOutput:
         for out, request, text in zip(self.outputs, self._requests, self._texts, strict=True):
             _update(out, request, text)
         if self.finished and len(self._requests) > self._keep:  # best_of
