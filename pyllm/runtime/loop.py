@@ -47,7 +47,10 @@ class EngineLoop:
     def shutdown(self) -> None:
         self.close()
         if self._thread is not threading.current_thread() and not self._hangs():
-            self._thread.join()
+            while self._thread.is_alive() and not self._hangs():
+                self._thread.join(0.05)
+            if self._thread.is_alive():  # `_watch` has ended with `close`
+                self._end_all("error", f"a step took longer than watchdog_timeout={self._watchdog:g} seconds")
 
     def _run(self) -> None:
         try:
@@ -93,7 +96,7 @@ class EngineLoop:
 
     def _end_all(self, reason: str, error: str | None) -> None:
         """The engine takes no part in this: it may hang. Its pages are of no more use."""
-        waiting = [r for r, new in self._inbox if new]
+        waiting = [r for r, new in tuple(self._inbox) if new]
         for request in (*self.engine.running, *self.engine.waiting, *waiting):
             if request.finish_reason is None:
                 request.finish_reason, request.error = reason, error
