@@ -17,7 +17,7 @@ from pyllm.runtime.graph import token_sizes
 from pyllm.runtime.host import BlockPool
 from pyllm.runtime.kv import KvPool, SlotSizes, free_bytes, page_bytes, pool_pages
 from pyllm.runtime.params import SamplingParams, id_tuple
-from pyllm.runtime.request import Request, new_request
+from pyllm.runtime.request import Request, check_order, new_request
 from pyllm.runtime.runner import Flight, Runner
 from pyllm.runtime.schedule import Chunk, Scheduler
 
@@ -145,6 +145,7 @@ class Engine:
     ) -> Request:
         """A request that `enqueue` takes; may be called from any thread. ValueError for one that can never run: a prompt that is empty
         or too long, a bad id, too few pages."""
+        check_order(priority, salt)
         request = new_request(prompt_token_ids, params, self._vocab, self.max_length, self.eos_ids)
         request.priority, request.salt = priority, salt
         need = self._scheduler.pages_needed(request)
@@ -247,8 +248,9 @@ class Engine:
                 self._scheduler.rows.changed(request, request.token_ids[-1])
 
     def _fail_sample(self, request: Request, token: int) -> None:
-        request.error = f"the model's logits at position {request.length - 1} hold no finite number or a NaN (sampled {token})"
-        self.pool.forget()  # pages of this request may hold what made them so
+        if request.error is None:  # else its logits_processor has failed
+            request.error = f"the model's logits at position {request.length - 1} hold no finite number or a NaN (sampled {token})"
+            self.pool.forget()  # pages of this request may hold what made them so
         self._finish(request, "error")
 
     def _check_end(self, request: Request, token: int) -> None:

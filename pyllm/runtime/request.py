@@ -87,7 +87,8 @@ class Request:
     @property
     def text_token_ids(self) -> list[int]:
         """The output without the token that ended it, which is no part of the text."""
-        return self.token_ids[:-1] if self.finish_reason == "stop" and isinstance(self.stop_reason, int) else self.token_ids
+        ids = self.token_ids[:]  # a copy: the engine's thread may append, and says only later that a token was the end
+        return ids[:-1] if ids and ids[-1] in self.ends else ids
 
     def sync_tokens(self) -> NDArray[np.int32]:
         """`tokens`, with the output so far in it: a step only appends to `token_ids`."""
@@ -138,3 +139,11 @@ def new_request(prompt_token_ids: Iterable[int], params: SamplingParams | None, 
     request.limit = len(request.tokens) - len(prompt)
     request.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
     return request
+
+
+def check_order(priority: object, salt: object) -> None:
+    """ValueError for what would raise only in the engine's thread."""
+    if type(priority) is not int:
+        raise ValueError(f"submit: priority is {priority!r}, expected an integer")
+    if not isinstance(salt, str) or any("\ud800" <= c <= "\udfff" for c in salt):
+        raise ValueError(f"submit: the cache salt is {salt!r}, expected a text")

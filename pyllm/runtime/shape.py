@@ -65,11 +65,11 @@ class Shaper:
         if banned:
             logits.index_put_(tuple(to_device(banned, logits.device).unbind(1)), logits.new_full((), _BANNED))
         for i, r in active:
-            for processor in r.params.logits_processor:
-                row = processor([*r.prompt_token_ids, *r.token_ids], logits[i])
-                if not isinstance(row, Tensor) or row.shape != logits[i].shape:
-                    raise ValueError(f"logits_processor: {processor!r} returned {row!r:.60}, expected logits of shape [{logits.shape[1]}]")
-                logits[i] = row
+            try:
+                _process(r, logits[i])
+            except Exception as error:  # a caller's own code ends its own request: a row with a NaN is never sampled
+                r.error = f"a logits_processor failed: {type(error).__name__}: {error}"
+                logits[i] = torch.nan
         return logits
 
     def _penalize(self, logits: Tensor, active: Sequence[tuple[int, Request]]) -> None:
@@ -83,6 +83,14 @@ class Shaper:
         seen = self._prompt[rows] | (counts > 0)
         x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
         logits[i] = x - presence * (counts > 0) - frequency * counts
+
+
+def _process(request: Request, logits: Tensor) -> None:
+    for processor in request.params.logits_processor:
+        row = processor([*request.prompt_token_ids, *request.token_ids], logits)
+        if not isinstance(row, Tensor) or row.shape != logits.shape:
+            raise ValueError(f"{processor!r} returned {row!r:.60}, expected logits of shape [{len(logits)}]")
+        logits.copy_(row)
 
 
 def _banned(request: Request) -> list[int]:

@@ -130,10 +130,15 @@ def test_a_processor_sees_all_tokens_and_its_mistakes_are_named() -> None:
     assert seen == [[1, 2, *r.token_ids[:n]] for n in range(4)]
     assert r.token_ids == [(hashed(ids) + 1) % 61 for ids in seen]
     assert other.token_ids == expected([3, 4], 6, 120)
-    engine.submit([1], SamplingParams(max_tokens=2, logits_processor=lambda ids, logits: None))
-    with pytest.raises(ValueError, match=r"logits_processor: .* returned None, expected logits of shape \[61\]"):
-        engine.run()
-    engine.fail("over")
+    none = engine.submit([1], SamplingParams(max_tokens=2, logits_processor=lambda ids, logits: None))
+    raises = engine.submit([1], SamplingParams(max_tokens=2, logits_processor=lambda ids, logits: 1 // 0))
+    other = engine.submit([3, 4], SamplingParams(max_tokens=6))
+    engine.run()
+    assert [r.finish_reason for r in (none, raises, other)] == ["error", "error", "length"]
+    assert "a logits_processor failed: ValueError: " in none.error
+    assert none.error.endswith("returned None, expected logits of shape [61]")
+    assert raises.error == "a logits_processor failed: ZeroDivisionError: integer division or modulo by zero"
+    assert other.token_ids == expected([3, 4], 6, 120)
     assert_idle(engine)
 
 
