@@ -49,7 +49,11 @@ class KvCacheConfig(_Config):
     def __post_init__(self) -> None:
         self._need("enable_block_reuse", isinstance(self.enable_block_reuse, bool), "True or False")
         share = self.free_gpu_memory_fraction
-        self._need("free_gpu_memory_fraction", isinstance(share, (int, float)) and 0 < share <= 1, "more than 0, at most 1")
+        self._need(
+            "free_gpu_memory_fraction",
+            not isinstance(share, bool) and isinstance(share, (int, float)) and 0 < share <= 1,
+            "more than 0, at most 1",
+        )
         self._need_count("max_tokens")
         self._need("tokens_per_block", self.tokens_per_block in PAGE_SIZES, f"one of {', '.join(map(str, PAGE_SIZES))}")
         self._need("dtype", self.dtype in ("auto", "fp8"), "'auto' or 'fp8'")
@@ -88,7 +92,11 @@ class CudaGraphConfig(_Config):
         self._need_count("max_batch_size")
         for name in ("batch_sizes", "capture_num_tokens"):
             sizes = getattr(self, name)
-            self._need(name, sizes is None or all(type(n) is int and n >= 1 for n in sizes), "None or integers, at least 1")
+            self._need(
+                name,
+                sizes is None or (isinstance(sizes, Sequence) and all(type(n) is int and n >= 1 for n in sizes)),
+                "None or integers, at least 1",
+            )
         self._need("batch_sizes", self.batch_sizes is None or self.max_batch_size is None, "None beside max_batch_size")
 
     def sizes(self, max_batch: int) -> list[int]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,10 +98,14 @@ class LLM:
         scheduler = _of_type("scheduler_config", scheduler_config, SchedulerConfig) or SchedulerConfig()
         graphs = _of_type("cuda_graph_config", cuda_graph_config, CudaGraphConfig)
         draft = _of_type("speculative_config", speculative_config, NGramDecodingConfig)
-        if not watchdog_timeout > 0:
+        if isinstance(watchdog_timeout, bool) or not isinstance(watchdog_timeout, (int, float)) or not watchdog_timeout > 0:
             raise ValueError(f"LLM: watchdog_timeout is {watchdog_timeout!r}, expected seconds, more than 0")
+        if max_num_tokens is not None and (type(max_num_tokens) is not int or max_num_tokens < 1):
+            raise ValueError(f"LLM: max_num_tokens is {max_num_tokens!r}, expected None or an integer, at least 1")
+        if skip_tokenizer_init and tokenizer is not None:
+            raise ValueError("LLM: a tokenizer is given beside skip_tokenizer_init=True; leave one of them out")
         parts = load_parts(
-            model, weights=weights, tokenizer=None if skip_tokenizer_init else tokenizer, device=device,
+            model, weights=weights, tokenizer=tokenizer, device=device,
             dtype=None if dtype == "auto" else dtype, load_format=load_format, quant=quant, progress=progress,
         )  # fmt: skip
         self.tokenizer, self._checkpoint = None if skip_tokenizer_init else parts.tokenizer, parts.checkpoint
@@ -141,7 +146,7 @@ class LLM:
     ) -> RequestOutput | list[RequestOutput]:
         """Complete one prompt or many, and wait for all. A prompt that can never run is a ValueError, and none is run; one that fails while
         it runs has finish_reason "error"."""
-        one = isinstance(inputs, (str, Mapping)) or (len(inputs) > 0 and all(isinstance(i, int) for i in inputs))
+        one = isinstance(inputs, (str, Mapping)) or _one_prompt(inputs)
         prompts: list[Any] = [inputs] if one else list(inputs)
         each = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
         if len(each) != len(prompts):
@@ -218,7 +223,7 @@ class LLM:
         params, text, ids = self._resolve(prompt, replace(params, logprobs=0) if hidden else params)
         requests: list[Request] = []
         for index in range(params.samples):
-            request = self._engine.prepare(ids, params, priority=priority, salt=salt or "")
+            request = self._engine.prepare(ids, params, priority=priority, salt="" if salt is None else salt)
             request.index, request.streaming = index, streaming
             if params.stop:
                 assert self.tokenizer is not None
@@ -238,7 +243,11 @@ class LLM:
             if len(known) != 1 or len(prompt) != 1:
                 raise ValueError(f"LLM: an input has the fields {', '.join(map(str, prompt))}, expected prompt or prompt_token_ids")
             prompt = prompt[known[0]]
+            if isinstance(prompt, str) != (known[0] == "prompt"):
+                raise ValueError(f"LLM: {known[0]} is {prompt!r:.60}, expected {'text' if known[0] == 'prompt' else 'token ids'}")
         text = prompt if isinstance(prompt, str) else None
+        if text is None:
+            prompt = _ids(prompt)
         if self.tokenizer is None and (text is not None or params.stop or params.bad):
             what = "a prompt given as text" if text is not None else "stop" if params.stop else "bad"
             raise ValueError(f"LLM: {what} needs a tokenizer, and there is none; use token ids")
@@ -250,6 +259,22 @@ class LLM:
             object.__setattr__(params, "bad_words", tuple({tuple(s): None for s in spelled if s}))
         keep = params.truncate_prompt_tokens
         return params, text, ids[-keep:] if keep else ids  # type: ignore[return-value]
+
+
+def _one_prompt(inputs: Any) -> bool:
+    """Token ids, not a sequence of prompts; arrays and tensors of one dimension are token ids too."""
+    if hasattr(inputs, "ndim"):
+        return inputs.ndim == 1
+    if not isinstance(inputs, Sequence) or isinstance(inputs, (bytes, bytearray)):
+        raise ValueError(f"LLM.generate: inputs is {inputs!r:.60}, expected a prompt (text or token ids) or a list of prompts")
+    return len(inputs) > 0 and all(isinstance(i, (int, np.integer)) for i in inputs)
+
+
+def _ids(prompt: Any) -> list[int]:
+    ids = prompt.tolist() if isinstance(prompt, (Tensor, np.ndarray)) else prompt
+    if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)):
+        raise ValueError(f"LLM: a prompt is {prompt!r:.60}, expected text or token ids")
+    return list(ids)
 
 
 def _of_type(name: str, value: Any, kind: type) -> Any:

@@ -96,7 +96,7 @@ class SamplingParams(Checked):
             object.__setattr__(self, name, self._texts(name))
         object.__setattr__(self, "logit_bias", self._bias())
         processors = self.logits_processor
-        object.__setattr__(self, "logits_processor", (processors,) if callable(processors) else tuple(processors or ()))
+        object.__setattr__(self, "logits_processor", (processors,) if callable(processors) else _several("logits_processor", processors))
         self._check()
 
     def _check(self) -> None:
@@ -174,7 +174,7 @@ class SamplingParams(Checked):
 
     def _bias(self) -> tuple[tuple[int, float], ...]:
         value = self.logit_bias
-        pairs = tuple(value.items()) if isinstance(value, Mapping) else tuple(value or ())
+        pairs = tuple(value.items()) if isinstance(value, Mapping) else _several("logit_bias", value)
         for pair in pairs:
             good = (
                 isinstance(pair, tuple) and len(pair) == 2 and not isinstance(pair[0], bool) and isinstance(pair[0], int) and pair[0] >= 0
@@ -182,6 +182,14 @@ class SamplingParams(Checked):
             if not good or isinstance(pair[1], bool) or not isinstance(pair[1], (int, float)) or math.isnan(pair[1]):
                 raise ValueError(f"SamplingParams: logit_bias holds {pair!r}, expected token ids with numbers")
         return tuple((t, float(v)) for t, v in pairs)
+
+
+def _several(name: str, value: Any) -> tuple:
+    if value is not None and not isinstance(value, Iterable):
+        raise ValueError(
+            f"SamplingParams: {name} holds {value!r}, expected {'functions' if name == 'logits_processor' else 'token: value'}"
+        )
+    return tuple(value or ())
 
 
 def id_tuple(where: str, ids: Any) -> tuple[int, ...]:
