@@ -58,7 +58,7 @@ def throughput(
     seed: Seed = 0,
 ) -> None:
     """Many requests together: tokens per second."""
-    _bench(locals(), [int(c) for c in sweep.split(",")] if sweep else [concurrency], num_requests or 100)
+    _bench(locals(), [concurrency] if sweep is None else _concurrencies(sweep, concurrency), 100)
 
 
 @app.command()
@@ -83,14 +83,45 @@ def latency(
     seed: Seed = 0,
 ) -> None:
     """One request at a time: how long it takes."""
-    _bench({**locals(), "max_batch_size": concurrency, "scheduler_policy": "GUARANTEED_NO_EVICT"}, [concurrency], num_requests or 10)
+    _bench(
+        {**locals(), "max_batch_size": num_requests or 10 if concurrency == -1 else concurrency, "scheduler_policy": "GUARANTEED_NO_EVICT"},
+        [concurrency],
+        10,
+    )
 
 
-def _bench(o: dict[str, Any], concurrencies: list[int], count: int) -> None:
+def _concurrencies(sweep: str, concurrency: int) -> list[int]:
+    parts = sweep.split(",")
+    if not all(p.strip().isdecimal() and int(p) for p in parts):
+        raise ValueError(f"bench: --sweep is {sweep!r}, expected concurrencies, as in 1,8,64")
+    if concurrency != -1:
+        raise ValueError("bench: --sweep and --concurrency are both given, expected one of them")
+    return [int(p) for p in parts]
+
+
+def _at_least(command: str, low: int, o: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if o.get(name) is not None and o[name] < low:
+            raise ValueError(f"{command}: --{name.replace('_', '-')} is {o[name]}, expected at least {low}")
+
+
+def _check(o: dict[str, Any], concurrencies: list[int]) -> None:
+    for c in concurrencies:
+        if c < 1 and c != -1:
+            raise ValueError(f"bench: --concurrency is {c}, expected at least 1, or -1: all at once")
+    _at_least("bench", 1, o, "num_requests", "input_len", "output_len", "max_batch_size", "max_num_tokens", "max_seq_len")
+    _at_least("bench", 0, o, "warmup", "seed")
+    if o["report_json"] and not o["report_json"].absolute().parent.is_dir():
+        raise ValueError(f"bench: --report-json is {str(o['report_json'])!r}, expected a file in a directory that exists")
+
+
+def _bench(o: dict[str, Any], concurrencies: list[int], default_count: int) -> None:
     from pyllm.runtime import bench, peers
     from pyllm.runtime.config import KvCacheConfig, SchedulerConfig
     from pyllm.runtime.llm import LLM
 
+    _check(o, concurrencies)
+    count = o["num_requests"] or default_count
     for name in o["against"] or ():
         if name not in peers.PEERS:
             raise ValueError(f"bench: --against is {name!r}, expected one of {', '.join(peers.PEERS)}")
@@ -193,6 +224,11 @@ def plan(
     from pyllm.runtime.memory import memory_plan
     from pyllm.runtime.model import pick_dtype, quant_plan
 
+    _at_least("plan", 1, {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens}, "max_batch_size", "max_num_tokens")
+    if memory is not None and not 0 < memory < float("inf"):
+        raise ValueError(f"plan: --memory is {memory}, expected GiB, more than 0")
+    if not 0 < free_gpu_memory_fraction <= 1:
+        raise ValueError(f"plan: --free-gpu-memory-fraction is {free_gpu_memory_fraction}, expected more than 0, at most 1")
     config = _config(model, "dummy" if model in SHAPES else "auto")
     here = torch.cuda.is_available()
     total = int(memory * 2**30) if memory is not None else free_bytes(torch.device("cuda")) if here else 141 * 10**9

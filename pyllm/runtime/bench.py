@@ -42,17 +42,17 @@ def synthetic(count: int, input_len: int, output_len: int, vocab: int, seed: int
 def read_dataset(path: str | Path, count: int | None) -> list[Item]:
     """JSON lines {"prompt": text or "input_ids": token ids, "output_tokens": n}, as trtllm-bench reads them."""
     items: list[Item] = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):  # text in a line may hold other line separators
         if not line.strip() or (count is not None and len(items) == count):
             continue
         where = f"{path}, line {number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode())
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         prompt = row.get("input_ids", row.get("prompt")) if isinstance(row, dict) else None
-        if not isinstance(prompt, (list, str)) or type(row.get("output_tokens")) is not int:
-            raise ValueError(f"{where}: expected an object with prompt or input_ids, and output_tokens")
+        if not isinstance(prompt, (list, str)) or type(row.get("output_tokens")) is not int or not prompt or row["output_tokens"] < 1:
+            raise ValueError(f"{where}: expected an object with prompt or input_ids, and output_tokens of at least 1")
         items.append(Item(prompt, row["output_tokens"]))
     if not items:
         raise ValueError(f"{path}: no requests")
