@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
-import sys
 import warnings
 from typing import Annotated, Any
 
@@ -78,13 +77,11 @@ def generate(
         ids = llm.encode_chat([{"role": "user", "content": prompt}]) if llm.has_chat_template and not raw else prompt
         out = llm.generate_async(ids, params, streaming=True)
         for look in out:
-            sys.stdout.write(look.outputs[0].text_diff)
-            sys.stdout.flush()
+            typer.echo(look.outputs[0].text_diff, nl=False)
         if out.outputs[0].error:
             typer.echo(f"\npyllm: {out.outputs[0].error}", err=True)
             raise typer.Exit(1)
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        typer.echo()
         if stats:
             typer.echo(_speeds(out), err=True)
             typer.echo(_where(llm), err=True)
