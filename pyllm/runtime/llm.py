@@ -98,16 +98,12 @@ class LLM:
         scheduler = _of_type("scheduler_config", scheduler_config, SchedulerConfig) or SchedulerConfig()
         graphs = _of_type("cuda_graph_config", cuda_graph_config, CudaGraphConfig)
         draft = _of_type("speculative_config", speculative_config, NGramDecodingConfig)
-        if isinstance(watchdog_timeout, bool) or not isinstance(watchdog_timeout, (int, float)) or not watchdog_timeout > 0:
-            raise ValueError(f"LLM: watchdog_timeout is {watchdog_timeout!r}, expected seconds, more than 0")
-        if max_num_tokens is not None and (type(max_num_tokens) is not int or max_num_tokens < 1):
-            raise ValueError(f"LLM: max_num_tokens is {max_num_tokens!r}, expected None or an integer, at least 1")
+        _check_numbers(watchdog_timeout, max_num_tokens)
         if skip_tokenizer_init and tokenizer is not None:
             raise ValueError("LLM: a tokenizer is given beside skip_tokenizer_init=True; leave one of them out")
-        parts = load_parts(
-            model, weights=weights, tokenizer=tokenizer, device=device,
-            dtype=None if dtype == "auto" else dtype, load_format=load_format, quant=quant, progress=progress,
-        )  # fmt: skip
+        given = None if dtype == "auto" else dtype
+        parts = load_parts(model, weights=weights, tokenizer=tokenizer, device=device, dtype=given, load_format=load_format, quant=quant,
+                           progress=progress)  # fmt: skip
         self.tokenizer, self._checkpoint = None if skip_tokenizer_init else parts.tokenizer, parts.checkpoint
         cuda, chunk = parts.device.type == "cuda", max_num_tokens or CHUNK[parts.device.type]
         self._engine = Engine(
@@ -275,6 +271,13 @@ def _ids(prompt: Any) -> list[int]:
     if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)):
         raise ValueError(f"LLM: a prompt is {prompt!r:.60}, expected text or token ids")
     return list(ids)
+
+
+def _check_numbers(watchdog_timeout: Any, max_num_tokens: Any) -> None:
+    if isinstance(watchdog_timeout, bool) or not isinstance(watchdog_timeout, (int, float)) or not watchdog_timeout > 0:
+        raise ValueError(f"LLM: watchdog_timeout is {watchdog_timeout!r}, expected seconds, more than 0")
+    if max_num_tokens is not None and (type(max_num_tokens) is not int or max_num_tokens < 1):
+        raise ValueError(f"LLM: max_num_tokens is {max_num_tokens!r}, expected None or an integer, at least 1")
 
 
 def _of_type(name: str, value: Any, kind: type) -> Any:
