@@ -29,9 +29,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Shapes: x `[T, K]`, weight `[N, K]`, bias `[N]` -> y `[T, N]`. Dtypes: one of bf16, fp16, fp32 for all; accumulation in fp32, one
     rounding.
-    Errors: sizes or dtypes that disagree, by name. CUDA: `skinny_linear` for up to 64 rows of bf16 or fp16 where it serves the operands
-    (sm_90, dense rows at multiples of 16 bytes), `dense_linear` from 1024 rows and N = 2048 on; otherwise cuBLAS through torch. weight
-    and bias are constants: a kernel may read them before the kernels ahead of it in the stream have finished.
+    Errors: sizes or dtypes that disagree, by name. CUDA: `skinny_linear` for up to 8 rows of bf16 or fp16, N >= 2048 and weights of up to
+    2^24 elements where it serves the operands (sm_90, dense rows at multiples of 16 bytes), `dense_linear` from 1024 rows and N = 2048 on;
+    otherwise cuBLAS through torch, which was measured faster there. weight and bias are constants: a kernel may read them before the
+    kernels ahead of it in the stream have finished.
     """
     return torch.ops.pyllm.linear(x, weight, bias)
 
