@@ -31,8 +31,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rounding.
     Errors: sizes or dtypes that disagree, by name. CUDA: `skinny_linear` for up to 8 rows of bf16 or fp16, N >= 2048 and weights of up to
     2^24 elements where it serves the operands (sm_90, dense rows at multiples of 16 bytes), `dense_linear` from 1024 rows and N = 2048 on;
-    otherwise cuBLAS through torch, which was measured faster there. weight and bias are constants: a kernel may read them before the
-    kernels ahead of it in the stream have finished.
+    otherwise cuBLAS through torch. The rule comes from 1 and 16 rows and from 256 on; 2 to 8 rows were not timed. weight and bias are
+    constants: a kernel may read them before the kernels ahead of it in the stream have finished.
     """
     return torch.ops.pyllm.linear(x, weight, bias)
 
