@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from .errors import CheckpointError, show
-from .gguf_types import TYPES, GgufType
+from .gguf_types import CHUNK, TYPES, GgufType
 from .mapped import MappedFile
 from .tensors import TensorMap
 
@@ -224,8 +224,28 @@ class GgufFile(TensorMap):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The numbers: a view of the file for plain types, decoded to fp32 for block types."""
+        return self._read(name, self.info(name).shape, 0)
+
+    def part(self, name: str, index: int) -> torch.Tensor:
+        """`self[name][index]` without decoding the rest: one expert of a stack."""
+        shape = self.info(name).shape
+        if not (len(shape) > 1 and 0 <= index < shape[0]):
+            raise IndexError(f"{self.path}: tensor {show(name)}: no part {index} in shape {shape}")
+        return self._read(name, shape[1:], index)
+
+    def _read(self, name: str, shape: tuple[int, ...], index: int) -> torch.Tensor:
+        """`shape` of numbers, `index` times as many behind the start of the tensor. Rows are whole blocks, so every part of rows is."""
         info, dtype = self.info(name), self.dtype(name)
-        if info.type.decode is None:
-            return self._file.tensor(info.begin, info.shape, dtype)
-        blocks = self._file.tensor(info.begin, (info.nbytes // info.type.nbytes, info.type.nbytes), torch.uint8)
-        return info.type.decode(blocks).view(info.shape)
+        block, decode = info.type, info.type.decode
+        count = math.prod(shape) // block.values
+        begin = info.begin + index * count * block.nbytes
+        if decode is None:
+            return self._file.tensor(begin, shape, dtype)
+        raw = self._file.tensor(begin, (count, block.nbytes), torch.uint8)
+        step = CHUNK // block.values
+        if count <= step:
+            return decode(raw).view(shape)
+        numbers = torch.empty(count, block.values, dtype=dtype)
+        for at in range(0, count, step):
+            numbers[at : at + step] = decode(raw[at : at + step])
+        return numbers.view(shape)
