@@ -25,7 +25,8 @@ class MoE(Spec):
 
     scoring: "softmax" (over all experts, then top-k), "topk_softmax" (top-k, then softmax), "sigmoid". renormalize: chosen weights sum
     to 1.
-    correction: checkpoint name of a bias `[experts]` for the choice alone. names: gate, up, down of one expert, `{}` is its number.
+    correction: checkpoint name of a bias `[experts]` for the choice alone. groups: (of how many, from how many of them) experts are chosen,
+    as in `route_experts`. names: gate, up, down of one expert, `{}` is its number.
     bias: of the router and of every product of an expert. clamp: (alpha, limit) makes an expert's gated activation
     `g sigmoid(alpha g) (u + 1)` with g at most limit and u within -limit .. limit; act has no effect on it then.
     stacked: names are without `{}`, each one checkpoint tensor of all experts, `[experts, in, out]`; one name for gate and up is one
@@ -53,6 +54,7 @@ class MoE(Spec):
     stacked: bool = False
     interleaved: bool = False
     scale_inputs: bool = False
+    groups: tuple[int, int] | None = None
 
     partial = True
     reads_normed = True
@@ -70,12 +72,23 @@ class MoE(Spec):
             raise ValueError(f"MoE {self.at}: names is {self.names!r}, expected three (gate, up, down) with {{}} for the expert")
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(f"MoE {self.at}: top_k is {self.top_k}, expected 1..experts={self.experts}")
+        self._check_groups()
         if self.scale_inputs and self.top_k > 1:
             raise ValueError(f"MoE {self.at}: top_k is {self.top_k}, expected 1 with scale_inputs")
         if self.scoring not in SCORING:
             raise ValueError(f"MoE {self.at}: scoring is {self.scoring!r}, expected one of {', '.join(SCORING)}")
         if self.shared_gate and not self.shared:
             raise ValueError(f"MoE {self.at}: shared_gate is {self.shared_gate!r}, but there is no shared expert")
+
+    def _check_groups(self) -> None:
+        if self.groups is None:
+            return
+        if len(self.groups) != 2 or not 1 <= self.groups[1] <= self.groups[0] or self.experts % self.groups[0]:
+            raise ValueError(f"MoE {self.at}: groups is {self.groups}, expected (a divisor of experts={self.experts}, as many or fewer)")
+        size = self.experts // self.groups[0]
+        if size * self.groups[1] < self.top_k or (self.correction and size < 2):
+            least = f"top_k={self.top_k} in those chosen, and two in each with a correction"
+            raise ValueError(f"MoE {self.at}: groups is {self.groups} of {size} experts, expected {least}")
 
     def children(self) -> dict[str, Spec | tuple[Spec, ...]]:
         gate, up, down = self.names
@@ -109,7 +122,9 @@ class MoE(Spec):
     def forward(self, m: Any, x: Tensor | Normed, b: Batch) -> Tensor:
         h = x.tensor() if isinstance(x, Normed) else x
         bias = m.router_bias if self.correction else None
-        weights, ids = ops.route_experts(m.gate(h), self.top_k, self.scoring, renormalize=self.renormalize, bias=bias, scale=self.scale)
+        groups, top_groups = self.groups or (1, 1)
+        weights, ids = ops.route_experts(m.gate(h), self.top_k, self.scoring, renormalize=self.renormalize, bias=bias, scale=self.scale,
+                                         groups=groups, top_groups=top_groups)  # fmt: skip
         x = h
         if self.scale_inputs:
             x, weights = h * weights.to(h.dtype), torch.ones_like(weights)

@@ -15,22 +15,26 @@ SCORING = {"softmax": 0, "topk_softmax": 1, "sigmoid": 2}
 
 
 def route_experts(
-    logits: Tensor, top_k: int, scoring: str = "softmax", *, renormalize: bool = True, bias: Tensor | None = None, scale: float = 1.0
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, top_k: int, scoring: str = "softmax", *, renormalize: bool = True, bias: Tensor | None = None, scale: float = 1.0,
+    groups: int = 1, top_groups: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Choose `top_k` experts per token (ties: lowest id) and their weights.
 
     `score = softmax(logits)`, `logits`, or `sigmoid(logits)` by `scoring`; the choice is the top-k of `score + bias` (bias `[E]` fp32,
     for the choice
     alone, as in DeepSeek-V3); weights = the chosen scores (`topk_softmax`: softmax over the chosen logits), divided by their sum when
     `renormalize`, times `scale`.
-    Shapes: logits `[T, E]` -> (weights fp32 `[T, top_k]`, ids int32 `[T, top_k]`). Errors: unknown scoring; top_k outside 1..E.
+    groups > 1: the E experts are so many groups of consecutive ones, and only those of the best `top_groups` (ties: lowest) are chosen
+    from. A group is as good as its best `score`, or, with a bias, as the sum of its two best `score + bias` (DeepSeek-V2, -V3).
+    Shapes: logits `[T, E]` -> (weights fp32 `[T, top_k]`, ids int32 `[T, top_k]`). Errors: unknown scoring; top_k outside 1..E;
+    groups that do not divide E, top_groups outside 1..groups, or fewer than top_k experts in them; fewer than two in one with a bias.
     """
     if scoring not in SCORING:
         raise ValueError(f"route_experts: scoring is {scoring!r}, expected one of {', '.join(SCORING)}")
-    return torch.ops.pyllm.route_experts(logits, top_k, SCORING[scoring], renormalize, bias, scale)
+    return torch.ops.pyllm.route_experts(logits, top_k, SCORING[scoring], renormalize, bias, scale, groups, top_groups)
 
 
-def _check_route(logits: Tensor, top_k: int, scoring: int, bias: Tensor | None) -> None:
+def _check_route(logits: Tensor, top_k: int, scoring: int, bias: Tensor | None, groups: int, top_groups: int) -> None:
     op = "route_experts"
     check(logits.dim() == 2, op, "logits", f"has {logits.dim()} dimensions, expected 2")
     check(logits.dtype in FLOATS, op, "logits", f"is {logits.dtype}, expected bfloat16, float16 or float32")
@@ -39,15 +43,24 @@ def _check_route(logits: Tensor, top_k: int, scoring: int, bias: Tensor | None) 
     if bias is not None:
         check(bias.shape == logits.shape[1:], op, "bias", f"has shape {tuple(bias.shape)}, expected E={logits.shape[1]} (from logits)")
         check(bias.dtype == torch.float32, op, "bias", f"is {bias.dtype}, expected float32")
+    experts, least = logits.shape[1], 1 if bias is None or groups == 1 else 2
+    check(groups >= 1 and experts % groups == 0, op, "groups", f"is {groups}, expected a divisor of E={experts}")
+    check(experts // groups >= least, op, "groups", f"is {groups}, expected {least} of the E={experts} experts or more in each with a bias")
+    check(1 <= top_groups <= groups, op, "top_groups", f"is {top_groups}, expected 1..groups={groups}")
+    most = experts // groups * top_groups
+    check(top_k <= most, op, "top_groups", f"is {top_groups}, expected at least top_k={top_k} experts in the chosen groups, not {most}")
 
 
 def _route_reference(
-    logits: Tensor, top_k: int, scoring: int, renormalize: bool, bias: Tensor | None, scale: float
+    logits: Tensor, top_k: int, scoring: int, renormalize: bool, bias: Tensor | None, scale: float, groups: int = 1, top_groups: int = 1
 ) -> tuple[Tensor, Tensor]:
-    _check_route(logits, top_k, scoring, bias)
+    _check_route(logits, top_k, scoring, bias, groups, top_groups)
     x = logits.float()
     score = (x.softmax(-1), x, x.sigmoid())[scoring]
-    ids = (score if bias is None else score + bias).sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    choice = score if bias is None else score + bias
+    if groups > 1:
+        choice = _of_best_groups(choice, groups, top_groups, 1 if bias is None else 2)
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = score.gather(1, ids)
     if scoring == SCORING["topk_softmax"]:
         weights = weights.softmax(-1)
@@ -56,8 +69,19 @@ def _route_reference(
     return weights * scale, ids.int()
 
 
-def _route_fake(logits: Tensor, top_k: int, scoring: int, renormalize: bool, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    _check_route(logits, top_k, scoring, bias)
+def _of_best_groups(choice: Tensor, groups: int, top_groups: int, best: int) -> Tensor:
+    """`choice` `[T, E]` with -inf outside the groups whose `best` largest values have the largest sums."""
+    by_group = choice.unflatten(-1, (groups, -1))
+    value = by_group.topk(best, -1).values.sum(-1)
+    chosen = value.sort(dim=-1, descending=True, stable=True).indices[:, :top_groups]
+    keep = torch.zeros_like(value, dtype=torch.bool).scatter_(1, chosen, True)
+    return by_group.masked_fill(~keep[..., None], float("-inf")).flatten(-2)
+
+
+def _route_fake(
+    logits: Tensor, top_k: int, scoring: int, renormalize: bool, bias: Tensor | None, scale: float, groups: int = 1, top_groups: int = 1
+) -> tuple[Tensor, Tensor]:
+    _check_route(logits, top_k, scoring, bias, groups, top_groups)
     shape = (logits.shape[0], top_k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
@@ -123,7 +147,8 @@ def _experts_fake(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tens
 
 
 define(
-    "route_experts(Tensor logits, int top_k, int scoring, bool renormalize, Tensor? bias, float scale) -> (Tensor, Tensor)",
+    "route_experts(Tensor logits, int top_k, int scoring, bool renormalize, Tensor? bias, float scale, int groups=1, int top_groups=1)"
+    " -> (Tensor, Tensor)",
     stem="moe/route_experts",
     public="pyllm.ops.moe.route_experts",
     reference=_route_reference,

@@ -196,7 +196,7 @@ def _(spec: MoE, ctx: Context, path: str) -> Iterator[Row]:
     yield from rows(inner["gate"], ctx, path)
     yield ctx.row(
         path,
-        f"top {spec.top_k} of {spec.experts}, {spec.scoring}",
+        f"top {spec.top_k} of {spec.experts}, {spec.scoring}" + (", {1} of {0} groups".format(*spec.groups) if spec.groups else ""),
         "route_experts",
         ctx.tokens * (spec.experts * ctx.item + 8 * spec.top_k),
     )
