@@ -2,9 +2,12 @@
 #include "common/bind.h"
 #include "fused/act.h"
 #include "fused/act_mul.h"
+#include "fused/act_mul_fp8.h"
 #include "fused/embed_tokens.h"
 #include "fused/qk_norm_rope_append.h"
 #include "fused/softcap.h"
+
+#include <tuple>
 
 namespace pyllm {
 namespace {
@@ -13,6 +16,7 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr std::initializer_list<ScalarType> kFloats = {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float};
 constexpr int64_t kMaxVocab = int64_t{1} << 27;  // softcap: 8 rows fit one launch
+constexpr int64_t kMaxFp8Row = 32768;            // act_mul_fp8 holds a row in registers
 constexpr const char* kRope = "qk_norm_rope_append";
 
 // A matrix of dense rows at multiples of 16 bytes, a multiple of `multiple` elements long: what 16-byte accesses need.
@@ -63,6 +67,28 @@ Tensor act_mul_cuda(const Tensor& x, int64_t kind) {
            .act = static_cast<int>(kind)},
           stream_of(check));
   return out;
+}
+
+std::tuple<Tensor, Tensor> act_mul_fp8_cuda(const Tensor& x, int64_t kind) {
+  Check check("act_mul_fp8");
+  check_rows(check, x, "x", {"T", "2F"}, 16);
+  check_act(check, kind);
+  const int64_t rows = x.size(0), width = x.size(1) / 2;
+  check.require(width <= kMaxFp8Row, "x", ".size(1) is ", x.size(1), ", expected at most ", 2 * kMaxFp8Row);
+  check.require(rows < int64_t{1} << 28, "x", ".size(0) is ", rows, ", expected less than 2^28");
+  Tensor out = new_tensor(x, {rows, width}, ScalarType::Float8_e4m3fn), scale = new_tensor(x, {rows}, ScalarType::Float);
+  if (rows == 0) return {out, scale};
+  const DeviceScope device(check);
+  act_mul_fp8({.x = x.data_ptr(),
+               .x_stride = x.stride(0),
+               .out = static_cast<uint8_t*>(out.data_ptr()),
+               .scale_out = static_cast<float*>(scale.data_ptr()),
+               .rows = rows,
+               .n = static_cast<int>(width),
+               .dtype = dtype_of(x),
+               .act = static_cast<int>(kind)},
+              stream_of(check));
+  return {out, scale};
 }
 
 Tensor softcap_cuda(const Tensor& x, double cap) {
@@ -231,6 +257,7 @@ Tensor qk_norm_rope_append_cuda(const Tensor& qkv, int64_t heads, int64_t kv_hea
 STABLE_TORCH_LIBRARY_IMPL(pyllm, CUDA, m) {
   m.impl("act", PYLLM_BOX(pyllm::act_cuda));
   m.impl("act_mul", PYLLM_BOX(pyllm::act_mul_cuda));
+  m.impl("act_mul_fp8", PYLLM_BOX(pyllm::act_mul_fp8_cuda));
   m.impl("softcap", PYLLM_BOX(pyllm::softcap_cuda));
   m.impl("embed_tokens", PYLLM_BOX(pyllm::embed_tokens_cuda));
   m.impl("qk_norm_rope_append", PYLLM_BOX(pyllm::qk_norm_rope_append_cuda));

@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from pyllm.ops.norm import MAX_N, QUANT
 from pyllm.ops.registry import check, define
 
 ACTS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
@@ -89,6 +90,23 @@ def act_mul(x: torch.Tensor, act: str = "silu") -> torch.Tensor:
     Source: Shazeer 2020, "GLU Variants Improve Transformer".
     """
     return torch.ops.pyllm.act_mul(x, _act_number("act_mul", act))
+
+
+def act_mul_fp8(x: torch.Tensor, act: str = "silu") -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 rows of a gated activation: `quantize_fp8(act_mul(x, act), "token")` in one op, with the same bits.
+
+    Args:
+        x: `[T, 2F]` rows as in `act_mul`; F up to 32768.
+        act: one of `ACTS`.
+
+    Returns:
+        q `[T, F]` e4m3, contiguous, and the dequantisation scale of each row, fp32 `[T]`. The activation is rounded to x.dtype first, as
+        `act_mul` does; scale and rounding are those of `quantize_fp8`.
+
+    Raises:
+        ValueError (RuntimeError on CUDA): wrong number of dimensions, dtype, width, alignment or activation.
+    """
+    return torch.ops.pyllm.act_mul_fp8(x, _act_number("act_mul_fp8", act))
 
 
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
@@ -177,6 +195,22 @@ def _act_mul_fake(x: torch.Tensor, act: int) -> torch.Tensor:
     return x.new_empty((x.shape[0], x.shape[1] // 2))
 
 
+def _check_act_mul_fp8(x: torch.Tensor, act: int) -> None:
+    _check_act("act_mul_fp8", x, act, 16)
+    check(x.shape[1] <= 2 * MAX_N, "act_mul_fp8", "x", f".size(1) is {x.shape[1]}, expected at most {2 * MAX_N}")
+
+
+def _act_mul_fp8_reference(x: torch.Tensor, act: int) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_act_mul_fp8(x, act)
+    return torch.ops.pyllm.quantize_fp8(_act_mul_reference(x, act), QUANT["token"])
+
+
+def _act_mul_fp8_fake(x: torch.Tensor, act: int) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_act_mul_fp8(x, act)
+    rows = x.shape[0]
+    return x.new_empty((rows, x.shape[1] // 2), dtype=torch.float8_e4m3fn), x.new_empty(rows, dtype=torch.float32)
+
+
 def _check_softcap(x: torch.Tensor, cap: float) -> None:
     op, name = "softcap", "x"
     check(x.dim() == 2, op, name, f"has {x.dim()} dimensions, expected 2")
@@ -226,6 +260,13 @@ define(
     public="pyllm.ops.fused.act_mul",
     reference=_act_mul_reference,
     fake=_act_mul_fake,
+)
+define(
+    "act_mul_fp8(Tensor x, int act) -> (Tensor, Tensor)",
+    stem="fused/act_mul_fp8",
+    public="pyllm.ops.fused.act_mul_fp8",
+    reference=_act_mul_fp8_reference,
+    fake=_act_mul_fp8_fake,
 )
 define(
     "softcap(Tensor x, float cap) -> Tensor",
