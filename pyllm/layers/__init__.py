@@ -5,6 +5,7 @@ from pyllm.layers.bind import Bound, bind
 from pyllm.layers.decoder import Decoder, Sub, Sum
 from pyllm.layers.formats import Dense, Format, Fp8, QuantPlan
 from pyllm.layers.linear import Embedding, Linear
+from pyllm.layers.mla import MLA
 from pyllm.layers.mlp import MLP
 from pyllm.layers.moe import MoE
 from pyllm.layers.norm import LayerNorm, Norm, Normed, RMSNorm
@@ -12,6 +13,7 @@ from pyllm.layers.rope import DynamicNtk, LinearScaling, Llama3, LongRope, Rope,
 from pyllm.layers.spec import Part, PlanItem, Spec, Split, Transform, Weight, consecutive, plan, rewrite, walk
 
 __all__ = [
+    "MLA",
     "MLP",
     "Attn",
     "Bound",

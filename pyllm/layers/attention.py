@@ -115,13 +115,13 @@ class Attn(Spec):
 
     def forward(self, m: Any, x: Tensor | Normed, b: Batch) -> Tensor:
         cache = b.caches[self.kv]
-        qkv = m.qkv(x)
+        qkv, sizes = self.read_qkv(m, x)
         if self.qk_norm and not self.head_norm:
             self.norm_rows(m, qkv, b)
-        q = (self.project if m.fuse else self.project_unfused)(m, qkv, cache, b)
+        q = (self.project if m.fuse else self.project_unfused)(m, qkv, sizes, cache, b)
         if self.variant:
-            return m.o(self.attend_variant(self.variant, m, q, cache, b).flatten(1))
-        o, _ = ops.paged_attention(
+            return m.o(self.values(self.attend_variant(self.variant, m, q, cache, b)))
+        o, _ = (ops.invariant_attention if m.invariant and q.is_cuda else ops.paged_attention)(
             q,
             cache.k,
             cache.v,
@@ -136,7 +136,15 @@ class Attn(Spec):
             v_scale=cache.v_scale,
             max_q=b.max_q,
         )
-        return m.o(o.flatten(1))
+        return m.o(self.values(o))
+
+    def read_qkv(self, m: Any, x: Tensor | Normed) -> tuple[Tensor, list[int]]:
+        """Queries, keys and values `[T, sum of sizes]` of this rank before norm and rotation, and how many columns each has."""
+        return m.qkv(x), m.qkv.sizes
+
+    def values(self, o: Tensor) -> Tensor:
+        """What the output projection reads of the attention's result `[T, H, D]`."""
+        return o.flatten(1)
 
     def attend_variant(self, variant: AttentionVariant, m: Any, q: Tensor, cache: KvCache, b: Batch) -> Tensor:
         o, _ = ops.variant_attention(
@@ -174,10 +182,10 @@ class Attn(Spec):
         for (t, norm), mean in zip(parts, means.unbind(-1), strict=True):
             t.copy_(t.float() * torch.rsqrt(mean[:, None] + norm.spec.eps) * norm.weight)
 
-    def project(self, m: Any, qkv: Tensor, cache: KvCache, b: Batch) -> Tensor:
+    def project(self, m: Any, qkv: Tensor, sizes: list[int], cache: KvCache, b: Batch) -> Tensor:
         """Per-head norm, rotation and append in one op; returns q `[T, H, D]` of this rank."""
         cos_sin, rows = b.rope(self.rope) if self.rope else (None, None)
-        heads, *kv = (size // self.head_dim for size in m.qkv.sizes)
+        heads, *kv = (size // self.head_dim for size in sizes)
         return ops.qk_norm_rope_append(
             qkv,
             heads,
@@ -195,9 +203,9 @@ class Attn(Spec):
             v_scale=cache.v_scale if kv else None,
         )
 
-    def project_unfused(self, m: Any, qkv: Tensor, cache: KvCache, b: Batch) -> Tensor:
+    def project_unfused(self, m: Any, qkv: Tensor, sizes: list[int], cache: KvCache, b: Batch) -> Tensor:
         """The same as separate ops: norm of q, norm of k, rotation of q, of k, append."""
-        q, *kv = qkv.split(m.qkv.sizes, -1)
+        q, *kv = qkv.split(sizes, -1)
         cos_sin, rows = b.rope(self.rope) if self.rope else (None, None)
 
         def one(t: Tensor, norm: Any) -> Tensor:

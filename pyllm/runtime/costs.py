@@ -13,9 +13,10 @@ from pyllm.layers.attention import Attn
 from pyllm.layers.decoder import Sub, Sum
 from pyllm.layers.formats import Dense, Format, QuantPlan, resolve
 from pyllm.layers.linear import Linear
+from pyllm.layers.mla import MLA
 from pyllm.layers.mlp import MLP
 from pyllm.layers.moe import MoE
-from pyllm.layers.norm import LayerNorm
+from pyllm.layers.norm import LayerNorm, RMSNorm
 from pyllm.layers.spec import Spec, nodes, path_of
 from pyllm.ops.attention import attention_kernel
 from pyllm.ops.gemm import streams
@@ -119,8 +120,28 @@ def _(spec: Attn, ctx: Context, path: str) -> Iterator[Row]:
     heads, kv = spec.heads // ctx.tp, max(spec.kv_heads // ctx.tp, 1)
     inner = dict(nodes(spec))
     yield from rows(inner["qkv"], ctx, path)
-    dim, tokens = spec.head_dim, ctx.tokens
     yield from _project_rows(spec, ctx, path, heads, kv if spec.own_kv else 0)
+    yield _attend_row(spec, ctx, path, heads, kv)
+    yield from rows(inner["o"], ctx, path)
+
+
+@rows.register
+def _(spec: MLA, ctx: Context, path: str) -> Iterator[Row]:
+    inner, heads = dict(nodes(spec)), spec.heads // ctx.tp
+    out = inner.pop("o")
+    for child in inner.values():
+        if isinstance(child, RMSNorm):
+            yield ctx.row(path, child.name, "rms_norm", 2 * ctx.tokens * child.d * ctx.item + 4 * child.d, 0, f"{child.d}")
+        else:
+            yield from rows(child, ctx, path)
+    yield ctx.row(path, "as heads", "copy", 6 * ctx.tokens * heads * spec.head_dim * ctx.item, 0, f"3x{heads}x{spec.head_dim}")
+    yield from _project_rows(spec, ctx, path, heads, heads)
+    yield _attend_row(spec, ctx, path, heads, heads)
+    yield from rows(out, ctx, path)
+
+
+def _attend_row(spec: Attn, ctx: Context, path: str, heads: int, kv: int) -> Row:
+    dim, tokens = spec.head_dim, ctx.tokens
     first = ctx.context - ctx.new
     keys = min(ctx.context, spec.window + ctx.new - 1) if spec.window else ctx.context
     seen = ctx.batch * sum(min(p + 1, spec.window or p + 1) for p in range(first, ctx.context))
@@ -131,7 +152,7 @@ def _(spec: Attn, ctx: Context, path: str) -> Iterator[Row]:
     mask = f"window {spec.window}" if spec.window else "causal"
     if spec.variant:
         op, mask = "variant_attention", f"{mask} {spec.variant.name}"
-    yield ctx.row(
+    return ctx.row(
         path,
         f"kv[{spec.kv}]" + ("" if spec.own_kv else " read"),
         op,
@@ -139,7 +160,6 @@ def _(spec: Attn, ctx: Context, path: str) -> Iterator[Row]:
         4 * heads * dim * seen,
         f"{heads}/{kv}x{dim} {mask}",
     )
-    yield from rows(inner["o"], ctx, path)
 
 
 def _project_rows(spec: Attn, ctx: Context, path: str, heads: int, kv: int) -> Iterator[Row]:
