@@ -11,7 +11,8 @@ from .chat import MAX_TEMPLATE, render_chat
 from .confine import confined
 from .errors import CheckpointError, show
 from .gguf_file import GgufFile
-from .gguf_model import GgufTensors, gguf_config, gguf_eos_ids
+from .gguf_model import gguf_config, gguf_eos_ids
+from .gguf_tensors import GgufTensors
 from .jsonfile import read_bytes, read_json_object
 from .safetensors_file import open_safetensors
 from .tensors import TensorMap
