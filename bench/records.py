@@ -22,7 +22,7 @@ TIMES = ("timer", "cold", "sets", "rounds", "us", "us_min", "us_max", "gbs", "tf
 LIMITS = ("share", "share_of", "copy_us", "floor_us", "ceilings")
 MACHINE = ("sm_mhz", "sm_mhz_min", "watts", "celsius", "gpu", "driver", "torch", "cuda", "nvcc", "commit", "time", "command")
 FIELDS = (*WHAT, *TIMES, *LIMITS, *MACHINE)
-GPU_TESTS = "gpu_tests.jsonl"  # beside them, another kind of line: what passed on a GPU
+OTHERS = ("gpu_tests.jsonl", "serving.jsonl", "fuzz.jsonl")  # beside them, other kinds of lines: GPU tests, whole engines, fuzzed files
 WORST_CELL = 0.97  # a ratio goal holds over the geometric mean of an op's cells with no cell below this
 
 
@@ -48,7 +48,7 @@ def read_file(path: Path) -> list[Record]:
 def read(folder: Path | None = None) -> list[Record]:
     """All records of bench/results, by family file."""
     folder = folder or RESULTS
-    return [record for path in sorted(folder.glob("*.jsonl")) if path.name != GPU_TESTS for record in read_file(path)]
+    return [record for path in sorted(folder.glob("*.jsonl")) if path.name not in OTHERS for record in read_file(path)]
 
 
 def merge(old: Iterable[Record], new: Iterable[Record]) -> list[Record]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from bench import serving
 from bench.case import ROOT
 from bench.plots import ROOFLINE, SPEEDUP
 from bench.records import Record, ratio_summary, ratio_verdict, verdicts
@@ -83,13 +85,33 @@ def _op_section(op: str, rows: list[Record]) -> list[str]:
     return [*lines, "", _summary(rows, names), ""]
 
 
-def page(records: list[Record]) -> str:
-    """The text of docs/results.md for these records."""
+def _engines(found: list[dict[str, Any]]) -> list[str]:
+    """The section of whole engines, from bench/results/serving.jsonl."""
+    if not found:
+        return []
+    about = "; ".join(
+        dict.fromkeys(f"{r['gpu']}, torch {r['torch']}, commit {r['commit']}, {r['time'][:10]}, `{r['command']}`" for r in found)
+    )
+    text = (
+        "Random weights and prompts, greedy, past end tokens, all requests at once where the row does not say otherwise; one process per "
+        "engine and model, one after the other on the same GPU. The prefix row is the mean time to the first token without reuse over that "
+        "with it."
+    )
+    where = ["| work | steps | ms a step | host's work a step, ms (hidden) |", "|---|---|---|---|"]
+    for r in found:
+        if r.get("steps"):
+            where.append(f"| {r['row']} | {r['steps']:,} | {r['seconds'] * 1e3 / r['steps']:.2f} | {r['host_ms_per_step']:.2f} |")
+    return ["## Whole engines", "", f"* {about}", "", text, "", *serving.table(found), "", *where, ""]
+
+
+def page(records: list[Record], engines: list[dict[str, Any]] | None = None) -> str:
+    """The text of docs/results.md for these records of kernels and of whole engines."""
     lines = [HEAD]
     if not records:
         lines.append("No records yet: `make gpu-bench` on a machine with a Hopper GPU writes them.\n")
     else:
         lines += [f"![Roofline](img/{ROOFLINE})", "", f"![Speed-up](img/{SPEEDUP})", ""]
+    lines += _engines(engines or [])
     for family in dict.fromkeys(record["family"] for record in records):
         rows = [record for record in records if record["family"] == family]
         lines += [f"## {family}", "", *_machine(rows), ""]
@@ -101,5 +123,5 @@ def page(records: list[Record]) -> str:
 def write(records: list[Record], path: Path | None = None) -> Path:
     path = path or PAGE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(records), encoding="utf-8")
+    path.write_text(page(records, serving.read()), encoding="utf-8")
     return path

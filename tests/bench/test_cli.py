@@ -72,6 +72,7 @@ def test_results_only_writes_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in ("bench.records.RESULTS", "bench.records.ROOT"):
         monkeypatch.setattr(name, tmp_path)
     monkeypatch.setattr("bench.results_page.PAGE", tmp_path / "docs" / "results.md")
+    monkeypatch.setattr("bench.serving.RESULTS", tmp_path / "serving.jsonl")
     records.write([record()], tmp_path)
     assert main(["--results-only"]) == 0
     assert (tmp_path / "docs" / "results.md").read_text(encoding="utf-8") == results_page.page([record()])

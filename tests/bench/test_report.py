@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench import plots, records, report, results_page
+from bench import plots, records, report, results_page, serving
 from bench.case import Goal
 from tests.bench.fixtures import CEILINGS, record
 
@@ -80,7 +80,9 @@ def test_every_table_row_has_as_many_cells_as_its_head() -> None:
 
 
 def test_the_committed_page_is_what_the_records_generate() -> None:
-    assert results_page.PAGE.read_text(encoding="utf-8") == results_page.page(records.read()), "run python -m bench --results-only"
+    assert results_page.PAGE.read_text(encoding="utf-8") == results_page.page(records.read(), serving.read()), (
+        "run python -m bench --results-only"
+    )
 
 
 def test_the_pictures_of_the_committed_page_are_there() -> None:

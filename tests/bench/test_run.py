@@ -79,6 +79,7 @@ def made_up_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(records, "ROOT", tmp_path)
     monkeypatch.setattr(results_page, "PAGE", tmp_path / "docs" / "results.md")
+    monkeypatch.setattr("bench.serving.RESULTS", tmp_path / "serving.jsonl")
 
 
 def measured(settings: Settings) -> records.Record:

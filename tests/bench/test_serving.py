@@ -1,0 +1,104 @@
+"""The table of whole engines: rows, goals, and what a record says. The engines themselves are measured on a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import results_page, serving
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    made = {"row": "8B FP8, 256", "unit": "tok/s", "goal": 0, "goal_ratio": 1.3, "value": 1300.0, "vllm": 1000.0}
+    made |= {"gpu": "GPU", "torch": "2.11", "commit": "abc", "time": "2026-01-01T00:00:00Z", "command": "python -m bench.serving"}
+    return made | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "met"),
+        ({"value": 1299.0}, "missed"),
+        ({"vllm": None}, "unknown"),
+        ({"goal": 1400}, "missed"),
+        ({"goal": 1300}, "met"),
+        ({"unit": "ms", "goal": 16, "goal_ratio": None, "value": 15.9}, "met"),
+        ({"unit": "ms", "goal": 16, "goal_ratio": None, "value": 16.1}, "missed"),
+    ],
+)
+def test_a_row_meets_its_goals_or_not(changes: dict[str, Any], expected: str) -> None:
+    assert serving.verdict(record(**changes)) == expected
+
+
+def test_the_table_shows_both_engines_and_their_ratio() -> None:
+    rows = serving.table([record(), record(unit="ms", value=10.0, vllm=20.0, goal_ratio=None, goal=16), record(vllm=None)])[2:]
+    assert rows[0] == "| 8B FP8, 256 | 1,300 tok/s | 1,000 | 1.30 | 1.3x | met |"
+    assert "| 20 | 2.00 | 16 ms |" in rows[1]
+    assert "| – | – | 1.3x | not measured |" in rows[2]
+
+
+def test_the_page_has_a_section_where_engines_were_measured() -> None:
+    text = results_page.page([], [record(steps=10, seconds=0.1, host_ms_per_step=0.25)])
+    assert "## Whole engines" in text
+    assert "| 8B FP8, 256 | 10 | 10.00 | 0.25 |" in text
+    assert "## Whole engines" not in results_page.page([])
+
+
+def test_prompts_differ_between_rows_and_share_only_the_prefix() -> None:
+    shared = next(r for r in serving.ROWS if r.kind == "prefix")
+    ids = serving.prompts(shared, 1000)
+    assert len(ids) == shared.count and {len(p) for p in ids} == {shared.input_len}
+    assert len({tuple(p[:2048]) for p in ids}) == 1 and len({tuple(p[2048:]) for p in ids}) == shared.count
+    a, b = (serving.prompts(r, 1000)[0] for r in serving.ROWS[:2])
+    assert a != b[: len(a)]
+
+
+class Engine:
+    """Stands in for an engine: 10 tokens a second; the first token of a salted run comes late."""
+
+    def run(self, ids: list[list[int]], output_len: int, gaps: Any = None, salted: bool = False) -> dict[str, Any]:
+        tokens = len(ids) * output_len
+        return {
+            "tokens": tokens,
+            "seconds": tokens / 10,
+            "ttft_ms": [60.0 if salted else 6.0] * len(ids),
+            "steps": 1,
+            "host_ms_per_step": 0.1,
+        }
+
+
+@pytest.mark.parametrize("row", serving.ROWS, ids=lambda r: r.name)
+def test_each_kind_of_row_is_measured(row: serving.Row) -> None:
+    rates = {"8B FP8, 256 x (1024 / 1024)": 4.0}
+    got = serving.measure(Engine(), row, 50, rates)
+    assert got["value"] == pytest.approx({"throughput": 10.0, "ttft": 6.0, "load": 6.0, "prefix": 10.0}[row.kind])
+    json.dumps(got)
+
+
+def test_names_are_unique_and_rates_come_before_their_use() -> None:
+    names = [r.name for r in serving.ROWS]
+    assert len(set(names)) == len(names)
+    assert all(names.index(r.of) < i for i, r in enumerate(serving.ROWS) if r.of)
+
+
+def test_unknown_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serving.main(["nothing"])
+    assert "no row or model is named 'nothing'" in capsys.readouterr().err
+
+
+def test_a_missing_peer_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        serving.main(["--against", "vllm"])
+    assert "vLLM is not installed" in capsys.readouterr().err
+
+
+def test_records_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "RESULTS", tmp_path / "serving.jsonl")
+    assert serving.read() == []
+    serving.RESULTS.write_text(json.dumps(record()) + "\n")
+    assert serving.read() == [record()]
