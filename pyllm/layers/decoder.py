@@ -39,6 +39,8 @@ class Sum(Spec):
 
     def forward(self, m: Any, x: Normed | tuple[Normed, ...], b: Batch) -> Tensor:
         inputs = x if isinstance(x, tuple) else (x,) * len(self.branches)
+        for n in inputs:
+            n.tensor()  # branches may want it in different forms: all start from this one
         total = None
         for spec, branch, h in zip(self.branches, m.branches, inputs, strict=True):
             if self.partial and not spec.partial and m.rank:

@@ -28,6 +28,7 @@ class Format:
     name: str = "?"
     op: str = "linear"  # torch.ops.pyllm.<op> that multiplies
     quantizes: str = ""  # torch.ops.pyllm.<op> that turns x into what `op` multiplies; "": x as it is
+    takes_e4m3: bool = False  # multiplies e4m3 rows with a scale each (`matmul_e4m3`), which a norm or an activation can give
 
     def tensors(self, weight: Weight) -> dict[str, Weight]:
         """attribute -> what to read, given the plain weight `[N, K]` (its parts, sharding and names)."""
@@ -40,6 +41,10 @@ class Format:
     def matmul(self, m: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """x `[T, K]` -> `[T, N]` of x's dtype."""
         raise TypeError(f"{type(self).__name__} has no matmul()")
+
+    def matmul_e4m3(self, m: Any, q: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """q `[T, K]` e4m3 with scale `[T]` -> `[T, N]` of dtype."""
+        raise TypeError(f"{type(self).__name__} has no matmul_e4m3()")
 
     def experts(self, w13: Any, w2: Any, x: Tensor, ids: Tensor, weights: Tensor, act: str) -> Tensor:
         """The routed gated MLPs of a MoE layer over two stacked Linears of this format."""
@@ -93,6 +98,7 @@ class Fp8(Format):
     name = "fp8"
     op = "linear_fp8"
     quantizes = "quantize_fp8"
+    takes_e4m3 = True
 
     def tensors(self, weight: Weight) -> dict[str, Weight]:
         if weight.experts:
@@ -104,10 +110,11 @@ class Fp8(Format):
         return {"weight": weight, "weight_scale": scale}
 
     def matmul(self, m: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
-        q, scale = ops.quantize_fp8(x, "token")
-        bias = None if bias is None else bias.to(dtype)
-        return ops.linear_fp8(q, m.weight, scale, m.weight_scale, bias, dtype).to(x.dtype)
+        return self.matmul_e4m3(m, *ops.quantize_fp8(x, "token"), bias, x.dtype)
+
+    def matmul_e4m3(self, m: Any, q: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        half = torch.bfloat16 if dtype == torch.float32 else dtype
+        return ops.linear_fp8(q, m.weight, scale, m.weight_scale, None if bias is None else bias.to(half), half).to(dtype)
 
     def weight_bytes(self, n: int, k: int) -> int:
         return n * k + 4 * n

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyllm import ops
 from pyllm.layers.formats import Format, QuantPlan, resolve
-from pyllm.layers.norm import Normed
+from pyllm.layers.inputs import Pending
 from pyllm.layers.spec import Part, Spec, Split, Transform, Weight, groups, join, need_sizes, walk
 
 
@@ -108,9 +108,13 @@ class Linear(Spec):
         if self.bias:
             m.put("bias", env.read(weights["bias"], m.path))
 
-    def forward(self, m: Any, x: Tensor | Normed) -> Tensor:
-        x = x.tensor() if isinstance(x, Normed) else x
-        return m.format.matmul(m, x, m.bias if self.bias and (self.tp != "row" or m.rank == 0) else None)
+    def forward(self, m: Any, x: Tensor | Pending) -> Tensor:
+        bias = m.bias if self.bias and (self.tp != "row" or m.rank == 0) else None
+        if isinstance(x, Pending):
+            if m.fuse and m.format.takes_e4m3:
+                return m.format.matmul_e4m3(m, *x.e4m3(), bias, x.dtype)
+            x = x.tensor()
+        return m.format.matmul(m, x, bias)
 
 
 @dataclass(frozen=True)

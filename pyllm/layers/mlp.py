@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from pyllm import ops
+from pyllm.layers.inputs import Gated
 from pyllm.layers.linear import Linear
 from pyllm.layers.norm import Normed
 from pyllm.layers.spec import Part, Spec, Transform, consecutive, need_sizes
@@ -54,4 +55,5 @@ class MLP(Spec):
         }
 
     def forward(self, m: Any, x: Tensor | Normed, b: Batch) -> Tensor:
-        return m.down((ops.act_mul if self.gated else ops.act)(m.up(x), self.act))
+        h = m.up(x)
+        return m.down(Gated(h, self.act) if self.gated else ops.act(h, self.act))

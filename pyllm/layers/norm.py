@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyllm import ops
+from pyllm.layers.inputs import Pending
 from pyllm.layers.spec import Part, Spec, Split, Transform, Weight, need_sizes
 
 
@@ -24,7 +25,8 @@ def check_norm(norm: RMSNorm | LayerNorm) -> None:
 class RMSNorm(Spec):
     """`y = x / sqrt(mean(x^2) + eps) * w`; plus_one: the checkpoint stores w - 1 (Gemma). w is kept in fp32; fp32 inside, one rounding.
 
-    Called with a residual, adds x to it in place first and normalises the sum: one op.
+    Called with a residual, adds x to it in place first and normalises the sum: one op. With quant="token" the result is e4m3 rows and
+    their scales, in the same op.
     stored=False: the checkpoint has no w, which is 1.
     unit: the row is cut over the ranks in units of so many values, as in `Part` (None: each rank has all of it); who holds it sums the
     squares over the ranks.
@@ -54,10 +56,8 @@ class RMSNorm(Spec):
         change = Transform.PLUS_ONE if self.plus_one else None
         return {"weight": Weight((part,), shard="col" if self.unit else None, transform=change, fp32=True)}
 
-    def forward(self, m: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        y = ops.rms_norm(x, m.weight, self.eps, residual)
-        assert isinstance(y, Tensor)  # a pair only with quant
-        return y
+    def forward(self, m: Any, x: Tensor, residual: Tensor | None = None, quant: str | None = None) -> Any:
+        return ops.rms_norm(x, m.weight, self.eps, residual, quant)
 
 
 @dataclass(frozen=True)
@@ -91,29 +91,27 @@ class LayerNorm(Spec):
             {"bias": Weight(part, suffix="bias", fp32=True)} if self.bias else {}
         )
 
-    def forward(self, m: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, m: Any, x: Tensor, residual: Tensor | None = None, quant: str | None = None) -> Any:
         if self.heads:
             rows = F.layer_norm(x.float().unflatten(-1, (-1, self.d)), (self.d,), eps=self.eps)
             return (rows * m.weight).flatten(-2).to(x.dtype)
-        y = ops.layer_norm(x, m.weight, m.bias if self.bias else None, self.eps, residual)
-        assert isinstance(y, Tensor)
-        return y
+        return ops.layer_norm(x, m.weight, m.bias if self.bias else None, self.eps, residual, quant)
 
 
 Norm = RMSNorm | LayerNorm
 
 
-class Normed:
-    """What a body receives: the residual `[T, d]` and the norm it is read through. `tensor()` is the normed value, computed once.
+class Normed(Pending):
+    """What a body receives: the residual `[T, d]` and the norm it is read through. `tensor()` is the normed value, computed once, `e4m3()`
+    the same as rows of e4m3 with their scales.
 
-    A first consumer that can apply the norm itself (norm inside the GEMM) reads `residual` and `norm` instead; `delta`, if not None, is
-    the previous
-    step's output, still to be added to the residual, and `tensor()` adds it in the same op.
+    delta, if not None, is the previous step's output, still to be added to the residual: the op that normalises adds it first.
     """
 
     def __init__(self, residual: Tensor, norm: Any = None, delta: Tensor | None = None) -> None:
-        self.residual, self.norm, self.delta = residual, norm, delta
+        self.residual, self.norm, self.delta, self.dtype = residual, norm, delta, residual.dtype
         self._value: Tensor | None = None
+        self._e4m3: tuple[Tensor, Tensor] | None = None
 
     def tensor(self) -> Tensor:
         if self._value is None:
@@ -125,6 +123,16 @@ class Normed:
             else:
                 self._value, self.delta = self.norm(self.delta, self.residual), None
         return self._value
+
+    def e4m3(self) -> tuple[Tensor, Tensor]:
+        if self._value is not None or self.norm is None:
+            return super().e4m3()
+        if self._e4m3 is None:
+            if self.delta is None:
+                self._e4m3 = self.norm(self.residual, None, "token")
+            else:
+                self._e4m3, self.delta = self.norm(self.delta, self.residual, "token"), None
+        return self._e4m3
 
     def settle(self) -> None:
         """Make sure that the previous step's output has been added to the residual."""

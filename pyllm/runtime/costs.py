@@ -69,6 +69,7 @@ class Context:
     item: int = 2  # bytes of an activation
     kv_item: int = 2
     gpu: Gpu = field(default_factory=lambda: GPUS["h200"])
+    normed: bool = False  # the body at hand reads the residual through one norm
 
     @property
     def tokens(self) -> int:
@@ -100,6 +101,11 @@ def rows(spec: Spec, ctx: Context, path: str) -> Iterator[Row]:
 
 @rows.register
 def _(spec: Linear, ctx: Context, path: str) -> Iterator[Row]:
+    yield from linear_rows(spec, ctx, path)
+
+
+def linear_rows(spec: Linear, ctx: Context, path: str, given: bool = False) -> Iterator[Row]:
+    """given: the op that computed the input has already rounded it to what the format multiplies."""
     w = spec.weights()["weight"]
     n, k = sum(w.sizes(ctx.tp, path)), w.local_cols(ctx.tp, path) or 0
     fmt = resolve(spec.names(path), ctx.quant)
@@ -107,6 +113,7 @@ def _(spec: Linear, ctx: Context, path: str) -> Iterator[Row]:
     item = ctx.item
     if fmt.quantizes:
         item = 1
+    if fmt.quantizes and not given:
         yield ctx.row(path, f"{what} input", fmt.quantizes, ctx.tokens * (k * (ctx.item + item) + 4), 0, f"{k}", _label(fmt))
     moved = ctx.weight_bytes(fmt, n, k) + ctx.tokens * (n * ctx.item + k * item)
     tags = f"{n}x{k}" + (f" {spec.tp}" if spec.tp and ctx.tp > 1 else "") + (" +bias" if spec.bias else "")
@@ -119,7 +126,7 @@ def _(spec: Linear, ctx: Context, path: str) -> Iterator[Row]:
 def _(spec: Attn, ctx: Context, path: str) -> Iterator[Row]:
     heads, kv = spec.heads // ctx.tp, max(spec.kv_heads // ctx.tp, 1)
     inner = dict(nodes(spec))
-    yield from rows(inner["qkv"], ctx, path)
+    yield from linear_rows(inner["qkv"], ctx, path, normed_e4m3(spec, ctx, path))
     yield from _project_rows(spec, ctx, path, heads, kv if spec.own_kv else 0)
     yield _attend_row(spec, ctx, path, heads, kv)
     yield from rows(inner["o"], ctx, path)
@@ -204,10 +211,12 @@ def _whole_norm_rows(ctx: Context, path: str, dim: int, parts: tuple[tuple[str, 
 @rows.register
 def _(spec: MLP, ctx: Context, path: str) -> Iterator[Row]:
     inner, ff = dict(nodes(spec)), spec.ff // ctx.tp
-    yield from rows(inner["up"], ctx, path)
-    op, width = ("act_mul", 3) if spec.gated else ("act", 2)
-    yield ctx.row(path, spec.act + (" * up" if spec.gated else ""), op, ctx.tokens * ff * width * ctx.item, 0, f"{ff}")
-    yield from rows(inner["down"], ctx, path)
+    yield from linear_rows(inner["up"], ctx, path, normed_e4m3(spec, ctx, path))
+    fp8 = spec.gated and _takes_e4m3(inner["down"], ctx, path)
+    op, read = ("act_mul_fp8" if fp8 else "act_mul", 2) if spec.gated else ("act", 1)
+    written = ff + 4 if fp8 else ff * ctx.item
+    yield ctx.row(path, spec.act + (" * up" if spec.gated else ""), op, ctx.tokens * (ff * read * ctx.item + written), 0, f"{ff}")
+    yield from linear_rows(inner["down"], ctx, path, fp8)
 
 
 @rows.register
@@ -238,8 +247,20 @@ def _(spec: MoE, ctx: Context, path: str) -> Iterator[Row]:
 
 @rows.register
 def _(spec: Sum, ctx: Context, path: str) -> Iterator[Row]:
-    for branch in spec.branches:
-        yield from rows(branch, ctx, path_of(branch, path))
+    for branch in spec.branches:  # all read the one normed tensor
+        yield from rows(branch, replace(ctx, normed=False), path_of(branch, path))
+
+
+def _takes_e4m3(linear: Any, ctx: Context, path: str) -> bool:
+    return ctx.fuse and resolve(linear.names(path), ctx.quant).takes_e4m3
+
+
+def normed_e4m3(body: Spec, ctx: Context, path: str) -> bool:
+    """Whether the norm ahead of a body gives its first product e4m3 rows."""
+    if not ctx.normed or type(body) not in (Attn, MLP):
+        return False
+    inner = dict(nodes(body))
+    return _takes_e4m3(inner["qkv"] if isinstance(body, Attn) else inner["up"], ctx, path)
 
 
 def product(shape: tuple[int, ...]) -> int:
@@ -253,8 +274,8 @@ def _label(fmt: Format) -> str:
     return "" if fmt == Dense() else fmt.name
 
 
-def edge_rows(ctx: Context, d: int, prev: Sub | None, pre: Any, at: str) -> Iterator[Row]:
-    """The join between two steps; the same rule as `Decoder.forward`."""
+def edge_rows(ctx: Context, d: int, prev: Sub | None, pre: Any, at: str, fp8: bool = False) -> Iterator[Row]:
+    """The join between two steps; the same rule as `Decoder.forward`. fp8: the norm gives e4m3 rows."""
     one = ctx.tokens * d * ctx.item
     if prev and ctx.tp > 1 and prev.body.partial:
         yield ctx.row(at, "sum over ranks", "all_reduce", 2 * one * (ctx.tp - 1) / ctx.tp)
@@ -269,10 +290,11 @@ def edge_rows(ctx: Context, d: int, prev: Sub | None, pre: Any, at: str) -> Iter
         if norm is None:
             if prev:
                 yield ctx.row(at, "add", "add", 3 * one)
-        elif prev and i == 0 and ctx.fuse:
-            yield ctx.row(at, "add+norm", _norm_op(norm), 4 * one + 4 * d)
         else:
-            yield ctx.row(at, "norm", _norm_op(norm), 2 * one + 4 * d)
+            added = prev and i == 0 and ctx.fuse
+            what = ("add+norm" if added else "norm") + (" to fp8" if fp8 else "")
+            written = ctx.tokens * (d + 4) if fp8 else one
+            yield ctx.row(at, what, _norm_op(norm), (3 if added else 1) * one + written + 4 * d)
 
 
 def _norm_op(norm: Any) -> str:

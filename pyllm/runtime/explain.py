@@ -20,7 +20,7 @@ from pyllm.layers.decoder import Decoder
 from pyllm.layers.formats import QuantPlan, resolve
 from pyllm.layers.linear import Embedding, Linear, check_plan
 from pyllm.layers.spec import Spec, join, need_sizes, walk
-from pyllm.runtime.costs import GPUS, Context, Row, edge_rows, product, rows
+from pyllm.runtime.costs import GPUS, Context, Row, edge_rows, normed_e4m3, product, rows
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,9 @@ def explain(
     if spec.positions:
         out += _position_rows(spec.positions, ctx)
     for sub in spec.subs:
-        out += edge_rows(ctx, d, prev, sub.pre, sub.at)
-        out += [_moved(r, sub.at) for r in rows(sub.body, ctx, join(sub.at, getattr(sub.body, "at", "")))]
+        path, here = join(sub.at, getattr(sub.body, "at", "")), replace(ctx, normed=isinstance(sub.pre, Spec))
+        out += edge_rows(ctx, d, prev, sub.pre, sub.at, normed_e4m3(sub.body, here, path))
+        out += [_moved(r, sub.at) for r in rows(sub.body, here, path)]
         prev = sub
     out += edge_rows(ctx, d, prev, spec.norm, "head")
     out += _head_rows(spec, replace(ctx, new=1))

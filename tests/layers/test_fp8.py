@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyllm import ops
-from pyllm.layers import Fp8, Linear, Part, bind
+from pyllm.layers import MLP, Attn, Decoder, Embedding, Fp8, LayerNorm, Linear, Normed, Part, RMSNorm, Rope, Split, Sub, bind
 from pyllm.runtime.explain import explain
-from tests.layers.custom import mine, random_state
+from tests.layers.custom import DIM, FF, HEADS, KV, VOCAB, D, mine, random_state
 from tests.layers.test_custom import IDS
 from tests.models.paged import Paged
 from tests.support.compare import EPS, assert_close, assert_same
@@ -65,9 +66,88 @@ def test_ranks_share_the_plan():
 def test_explain_shows_both_ops_and_the_bytes():
     plain, quantized = (explain(mine(), quant=q) for q in ((), PLAN))
     assert quantized.weight_bytes < plain.weight_bytes
-    found = [r.op for r in quantized.rows if r.format == "fp8"]
-    assert found and found[::2] == ["quantize_fp8"] * (len(found) // 2) and found[1::2] == ["linear_fp8"] * (len(found) // 2)
+    separate = [r.op for r in explain(mine(), quant=PLAN, fuse=False).rows if r.format == "fp8"]
+    assert separate and separate[::2] == ["quantize_fp8"] * (len(separate) // 2)
+    assert separate[1::2] == ["linear_fp8"] * (len(separate) // 2)
     assert all(r.kernel == "csrc/gemm/dense_fp8" for r in quantized.rows if r.op == "linear_fp8")
+
+
+def llama(layers: int = 2) -> Decoder:
+    def layer(i: int) -> tuple[Sub, Sub]:
+        at = f"model.layers.{i}"
+        attn = Attn("attn", D, HEADS, KV, DIM, kv=i, rope=Rope(DIM), qkv_bias=True)
+        return (Sub(at, RMSNorm("norm1", D, 1e-6), attn), Sub(at, LayerNorm("norm2", D, 1e-6), MLP("mlp", D, FF, act="gelu_tanh")))
+
+    head = Linear(D, (Part("lm_head", VOCAB, split=Split.PAD),), "col")
+    subs = tuple(sub for i in range(layers) for sub in layer(i))
+    return Decoder(Embedding("model.embed_tokens", VOCAB, D), subs, RMSNorm("model.norm", D, 1e-6), head)
+
+
+def run(spec: Decoder, fuse: bool, dtype: torch.dtype = torch.float32, quant=PLAN) -> tuple[torch.Tensor, list[str]]:
+    """Logits of one step, and the ops that ran."""
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "pyllm":
+                seen.append(func._schema.name.split("::")[1])
+            return func(*args, **(kwargs or {}))
+
+    bound, batch = bind(spec, random_state(spec), quant=quant, fuse=fuse, dtype=dtype), Paged(spec, 1, len(IDS), dtype=dtype).step([IDS])
+    with Watch():
+        return bound(batch), seen
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("spec", [llama(), mine()], ids=["llama", "mine"])
+def test_explain_lists_the_ops_that_run(spec: Decoder, fuse: bool):
+    rows = explain(spec, context=len(IDS), new=len(IDS), dtype=torch.float32, fuse=fuse, quant=PLAN).rows
+    assert run(spec, fuse)[1] == [r.op for r in rows if r.op not in ("add", "sample_tokens")]
+
+
+def test_a_fused_layer_has_one_quantize_op():
+    """Of the attention's output alone: norms and the gated activation give e4m3 rows themselves."""
+    spec = llama()
+    ops_of = {fuse: run(spec, fuse)[1] for fuse in (True, False)}
+    assert ops_of[True].count("quantize_fp8") == 2 and ops_of[False].count("quantize_fp8") == 8
+    assert ops_of[True].count("act_mul_fp8") == 2 and "act_mul" not in ops_of[True]
+    names = [r.what for r in explain(spec, quant=PLAN).rows]
+    assert "norm to fp8" in names and names.count("add+norm to fp8") == 3
+
+
+def test_fused_is_unfused_in_fp32():
+    """Without a rounding to the model's dtype in between, the fused ops have the bits of the separate ones."""
+    fused, separate = (run(llama(), fuse)[0] for fuse in (True, False))
+    assert_same(fused, separate)
+
+
+@pytest.mark.parametrize("outlier", [1.0, 1e4])
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_fused_rows_in_bf16(kind, outlier: float):
+    """The norm's e4m3 rows are its exact values rounded once (2^-4, or half the smallest step 2^-10 of the scale; 2^-18 for fp32), those of
+    the separate ops were rounded to bf16 before. A mean 30 times the spread and one huge value in a row."""
+    spec, x = kind("n", 256, 1e-6), normal(9, 256) + 30
+    x[3, 7] = outlier
+    residual, delta = x.bfloat16(), normal(9, 256).bfloat16()
+    norm = bind(spec, {name: normal(256) + 1 for w in spec.weights().values() for name in w.sources("")}, dtype=torch.bfloat16)
+    h = (residual.float() + delta.float()).bfloat16().double()
+    mean = h.mean(1, keepdim=True) if kind is LayerNorm else 0.0
+    want = (h - mean) / ((h - mean).square().mean(1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+    want = want + norm.bias.double() if kind is LayerNorm else want
+    for bits, (q, scale) in (
+        (0.0, Normed(residual.clone(), norm, delta).e4m3()),
+        (EPS[torch.bfloat16], ops.quantize_fp8(Normed(residual.clone(), norm, delta).tensor(), "token")),
+    ):
+        step = scale.double()[:, None]
+        bound = want.abs() * (EPS[torch.float8_e4m3fn] + bits + 2.0**-18) + 2.0**-10 * step + 2.0**-18 * want.abs().amax(1, keepdim=True)
+        assert_close(q.double() * step, want, atol=bound * 1.01)
+
+
+def test_fused_and_unfused_in_bf16_are_as_close_to_fp32():
+    """A rounding to bf16 (2^-9) ahead of one to e4m3 (2^-4) moves a value across a tie now and then, in either direction."""
+    exact = run(llama(), False)[0]
+    fused, separate = ((run(llama(), fuse, torch.bfloat16)[0].float() - exact).norm() / exact.norm() for fuse in (True, False))
+    assert 0 < fused < 1.25 * separate < 0.15
 
 
 def test_experts_are_refused():
