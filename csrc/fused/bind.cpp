@@ -165,7 +165,7 @@ const void* check_weight(Check& check, const Tensor& qkv, const OptionalTensor& 
 }
 
 void check_cache(Check& check, const Tensor& qkv, const Tensor& cache, const char* name, int64_t kv_heads, int64_t dim) {
-  check(cache, name).shape({"pages", "P", "_", "_"}).dtype({qkv.scalar_type(), ScalarType::Float8_e4m3fn});
+  check(cache, name).shape({"pages", "P", "_", "_"}).dtype({qkv.scalar_type(), ScalarType::Float8_e4m3fn, ScalarType::Char});
   const int64_t sizes[] = {kv_heads, dim}, strides[] = {kv_heads * dim, dim, 1};
   for (int i : {0, 1}) {
     check.require(cache.size(i + 2) == sizes[i], name, ".size(", i + 2, ") is ", cache.size(i + 2), ", expected ", "KD"[i], "=", sizes[i]);
@@ -180,9 +180,9 @@ void check_cache(Check& check, const Tensor& qkv, const Tensor& cache, const cha
   check.require(reinterpret_cast<uintptr_t>(cache.data_ptr()) % 16 == 0, name, "starts at an address that is not a multiple of 16 bytes");
 }
 
-const float* check_scale(Check& check, const OptionalTensor& scale, const char* name, int64_t kv_heads, bool fp8, int& step) {
+const float* check_scale(Check& check, const OptionalTensor& scale, const char* name, int64_t kv_heads, bool byte, int& step) {
   if (!scale.has_value()) return nullptr;
-  if (!fp8) check_absent(check, scale, name, "the cache is not float8_e4m3fn");
+  if (!byte) check_absent(check, scale, name, "the cache is neither float8_e4m3fn nor int8");
   check(*scale, name).shape({"_"}).dtype({ScalarType::Float}).contiguous();
   const int64_t n = scale->size(0);
   check.require(n == 1 || n == kv_heads, name, ".size(0) is ", n, ", expected K=", kv_heads);
@@ -199,9 +199,12 @@ void check_caches(Check& check, QkNormRopeAppendParams& p, const Tensor& qkv, co
   check_cache(check, qkv, v, "v_cache", p.kv_heads, p.dim);
   check(v, "v_cache").dtype_like(k, "k_cache");
   check(slot, "slots").shape({"T"}).dtype({ScalarType::Int}).contiguous();
-  p.fp8_cache = k.scalar_type() == ScalarType::Float8_e4m3fn;
-  p.k_scale = check_scale(check, k_scale, "k_scale", p.kv_heads, p.fp8_cache, p.k_scale_step);
-  p.v_scale = check_scale(check, v_scale, "v_scale", p.kv_heads, p.fp8_cache, p.v_scale_step);
+  p.cache = k.scalar_type() == ScalarType::Float8_e4m3fn ? KvCache::kE4M3
+            : k.scalar_type() == ScalarType::Char        ? KvCache::kS8
+                                                         : KvCache::kLikeQkv;
+  const bool byte = p.cache != KvCache::kLikeQkv;
+  p.k_scale = check_scale(check, k_scale, "k_scale", p.kv_heads, byte, p.k_scale_step);
+  p.v_scale = check_scale(check, v_scale, "v_scale", p.kv_heads, byte, p.v_scale_step);
   p.k_cache = k.data_ptr();
   p.v_cache = v.data_ptr();
   p.slots = static_cast<const int32_t*>(slot.data_ptr());

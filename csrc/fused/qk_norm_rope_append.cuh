@@ -1,6 +1,6 @@
 // qk_norm_rope_append, for each token t and head x of D values:
 //   y = x * rsqrt(mean(x^2) + eps) * weight (Q, K; optional), then (a, b) -> (a c - b s, b c + a s) on the pairs of the first R values,
-//   Q to q[t, h], K and V to slot slots[t] of the paged caches (e4m3(v / scale) or rounded). fp32 inside, one rounding.
+//   Q to q[t, h], K and V to slot slots[t] of the paged caches (e4m3 or s8 of v / scale, or rounded). fp32 inside, one rounding.
 //
 // Layout: Lanes neighbouring lanes own a head, each two chunks of 8 values: one of either half of the rotation, so that a pair lives in
 // one thread and its cosines serve both. A CTA owns one token and Threads / Lanes heads per pass; a thread keeps the loads of all its
@@ -72,14 +72,27 @@ __device__ __forceinline__ void store_chunk(T* p, const float* y) {
   }
 }
 
-__device__ __forceinline__ void store_chunk_e4m3(uint8_t* p, const float* y, float inverse) {
-  uint32_t words[2];
+__device__ __forceinline__ uint32_t to_e4m3x4(const float* v, float inverse) {
+  return to_e4m3x2(v[0] * inverse, v[1] * inverse) | static_cast<uint32_t>(to_e4m3x2(v[2] * inverse, v[3] * inverse)) << 16;
+}
+
+// To the nearest, ties to even, within +-127; NaN is 0.
+__device__ __forceinline__ uint32_t to_s8x4(const float* v, float inverse) {
+  uint32_t x[4];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float* v = y + 4 * i;
-    words[i] = to_e4m3x2(v[0] * inverse, v[1] * inverse) | static_cast<uint32_t>(to_e4m3x2(v[2] * inverse, v[3] * inverse)) << 16;
+  for (int i = 0; i < 4; ++i) x[i] = static_cast<uint32_t>(max(-127, min(127, __float2int_rn(v[i] * inverse))));
+  return __byte_perm(__byte_perm(x[0], x[1], 0x0040), __byte_perm(x[2], x[3], 0x0040), 0x5410);
+}
+
+// s8 or e4m3 is decided at run time: a kernel more for each shape would be a third of their code for a branch that all threads take alike.
+__device__ __forceinline__ void store_chunk_byte(const QkNormRopeAppendParams& p, uint8_t* to, const float* y, float inverse) {
+  uint2 words;
+  if (p.cache == KvCache::kS8) {
+    words = {to_s8x4(y, inverse), to_s8x4(y + 4, inverse)};
+  } else {
+    words = {to_e4m3x4(y, inverse), to_e4m3x4(y + 4, inverse)};
   }
-  *reinterpret_cast<uint2*>(p) = {words[0], words[1]};
+  *reinterpret_cast<uint2*>(to) = words;
 }
 
 // 4 cosines or sines, through L1: all heads of the token share them.
@@ -189,9 +202,9 @@ __device__ __forceinline__ void rotate_scalar(const QkNormRopeAppendParams& p, c
 }
 
 // Where the heads of one token go: the first head of each kind.
-template <class T, bool Fp8>
+template <class T, bool Byte>
 struct Lines {
-  using Cache = std::conditional_t<Fp8, uint8_t, T>;
+  using Cache = std::conditional_t<Byte, uint8_t, T>;
   T* q;
   Cache* k;
   Cache* v;
@@ -208,20 +221,21 @@ struct Lines {
   }
 };
 
-template <class T, bool Fp8>
-__device__ __forceinline__ void store_head(const Lines<T, Fp8>& to, const Chunks& c, const Head& head, int dim, float inverse,
-                                           const float* y) {
+template <class T, bool Byte>
+__device__ __forceinline__ void store_head(const QkNormRopeAppendParams& params, const Lines<T, Byte>& to, const Chunks& c,
+                                           const Head& head, float inverse, const float* y) {
+  const int dim = params.dim;
   if (head.kind != kQ && !to.stored) return;
-  if (Fp8 && head.kind != kQ) {
+  if (Byte && head.kind != kQ) {
     uint8_t* const p = reinterpret_cast<uint8_t*>(head.kind == kK ? to.k : to.v) + head.local * dim;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      if (c.exists[k]) store_chunk_e4m3(p + c.at[k], y + k * kChunk, inverse);
+      if (c.exists[k]) store_chunk_byte(params, p + c.at[k], y + k * kChunk, inverse);
     }
     return;
   }
   T* p = to.q;
-  if constexpr (!Fp8) p = head.kind == kQ ? to.q : head.kind == kK ? to.k : to.v;
+  if constexpr (!Byte) p = head.kind == kQ ? to.q : head.kind == kK ? to.k : to.v;
   p += head.local * dim;
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
@@ -242,7 +256,7 @@ __device__ __forceinline__ void scale_chunks(const Chunks& c, const float* weigh
 }
 
 // grid (T, pieces): a piece is `passes` times Threads / Lanes heads of the row.
-template <class T, int Lanes, int Heads, bool Chunked, bool Fp8>
+template <class T, int Lanes, int Heads, bool Chunked, bool Byte>
 __global__ void __launch_bounds__(kRopeThreads, sizeof(T) == 4 ? 2 : kRopeMinCtas)
     qk_norm_rope_append_kernel(const __grid_constant__ QkNormRopeAppendParams p, const __grid_constant__ RopePlan plan) {
   constexpr int kGroups = kRopeThreads / Lanes;
@@ -272,7 +286,7 @@ __global__ void __launch_bounds__(kRopeThreads, sizeof(T) == 4 ? 2 : kRopeMinCta
       if (index < end_head && c.exists[k]) raw[h][k] = load_chunk(from[k] + h * kGroups * p.dim);
     }
   }
-  const Lines<T, Fp8> to(p, plan.page, token);
+  const Lines<T, Byte> to(p, plan.page, token);
   float cosines[kChunk], sines[kChunk];
   if (Chunked && line != nullptr) load_rotation(p, c, line, cosines, sines);
   pdl_trigger();
@@ -306,16 +320,16 @@ __global__ void __launch_bounds__(kRopeThreads, sizeof(T) == 4 ? 2 : kRopeMinCta
       }
     }
     float inverse = 1.f;
-    if constexpr (Fp8) {
+    if constexpr (Byte) {
       const float* const scale = head.kind == kK ? p.k_scale : p.v_scale;
       const int step = head.kind == kK ? p.k_scale_step : p.v_scale_step;
       if (head.kind != kQ && scale != nullptr) inverse = 1.f / scale[head.local * step];
     }
-    store_head<T, Fp8>(to, c, head, p.dim, inverse, y);
+    store_head<T, Byte>(p, to, c, head, inverse, y);
   }
 }
 
-template <class T, int Lanes, int Heads, bool Chunked, bool Fp8>
+template <class T, int Lanes, int Heads, bool Chunked, bool Byte>
 void launch_rope(const QkNormRopeAppendParams& p, cudaStream_t stream) {
   constexpr int kGroups = kRopeThreads / Lanes;
   const int all = (p.heads + 2 * p.kv_heads + kGroups - 1) / kGroups;  // passes over a row
@@ -325,20 +339,20 @@ void launch_rope(const QkNormRopeAppendParams& p, cudaStream_t stream) {
   const int rest = (p.dim - 2 * kChunk * turning + 2 * kChunk - 1) / (2 * kChunk);
   const RopePlan plan{(all + pieces - 1) / pieces, turning, rest, 1.f / static_cast<float>(p.dim), row_split(std::max(p.page, 1))};
   launch("qk_norm_rope_append", {dim3(static_cast<unsigned>(p.tokens), static_cast<unsigned>(pieces)), kRopeThreads}, stream,
-         qk_norm_rope_append_kernel<T, Lanes, Heads, Chunked, Fp8>, p, plan);
+         qk_norm_rope_append_kernel<T, Lanes, Heads, Chunked, Byte>, p, plan);
 }
 
-template <class T, bool Fp8>
+template <class T, bool Byte>
 void launch_qk_norm_rope_append(const QkNormRopeAppendParams& p, cudaStream_t stream) {
   constexpr int kHeads = sizeof(T) == 4 ? (kRopeHeads + 1) / 2 : kRopeHeads;
   if (p.rotary % (p.interleaved ? kChunk : 2 * kChunk) != 0) {
-    launch_rope<T, 16, 1, false, Fp8>(p, stream);
+    launch_rope<T, 16, 1, false, Byte>(p, stream);
   } else if (p.dim <= 64) {
-    launch_rope<T, 4, kHeads, true, Fp8>(p, stream);
+    launch_rope<T, 4, kHeads, true, Byte>(p, stream);
   } else if (p.dim <= 128) {
-    launch_rope<T, 8, kHeads, true, Fp8>(p, stream);
+    launch_rope<T, 8, kHeads, true, Byte>(p, stream);
   } else {
-    launch_rope<T, 16, kHeads, true, Fp8>(p, stream);
+    launch_rope<T, 16, kHeads, true, Byte>(p, stream);
   }
 }
 

@@ -6,6 +6,8 @@
 
 namespace pyllm {
 
+enum class KvCache : int { kLikeQkv, kE4M3, kS8 };
+
 struct QkNormRopeAppendParams {
   const void* qkv;        // [T, (H + 2K) * D] of dtype, row stride qkv_stride, rows at multiples of 16 bytes
   void* q;                // [T, H, D] of dtype, contiguous
@@ -13,10 +15,10 @@ struct QkNormRopeAppendParams {
   const int32_t* rows;    // [T], lines of cos_sin
   const void* q_weight;   // [D] fp32 or dtype, a constant; null: no norm of Q
   const void* k_weight;   // [D] fp32 or dtype, a constant; null: no norm of K
-  void* k_cache;          // [pages, P, K, D] of dtype or e4m3, page stride k_page_stride, a page dense; null when K = 0
+  void* k_cache;          // [pages, P, K, D] of dtype, e4m3 or s8, page stride k_page_stride, a page dense; null when K = 0
   void* v_cache;          // like k_cache
   const int32_t* slots;   // [T]; < 0: not stored
-  const float* k_scale;   // fp32 [1] or [K], dequantisation scale of an e4m3 cache; null: 1
+  const float* k_scale;   // fp32 [1] or [K], dequantisation scale of an e4m3 or s8 cache; null: 1
   const float* v_scale;   // like k_scale
   int64_t tokens;         // T
   int64_t qkv_stride;     // elements
@@ -33,7 +35,7 @@ struct QkNormRopeAppendParams {
   bool interleaved;       // pairs (2i, 2i + 1), else (i, i + R / 2)
   bool q_weight_fp32;     // q_weight is fp32, else dtype
   bool k_weight_fp32;     // like q_weight_fp32
-  bool fp8_cache;         // the caches are e4m3, else dtype
+  KvCache cache;          // what the caches hold
   DType dtype;            // bf16, fp16, fp32
 };
 

@@ -136,7 +136,7 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier) {
 }
 
 // grid (T, pieces): a piece is one pass of each warp.
-template <class T, int Dim, bool Norm, bool Fp8>
+template <class T, int Dim, bool Norm, bool Byte>
 __global__ void __launch_bounds__(kHalvesWarps * 32, kHalvesMinCtas)
     rope_halves_kernel(const __grid_constant__ QkNormRopeAppendParams p, const __grid_constant__ HalvesPlan plan) {
   constexpr int kHalf = Dim / 2, kLanes = Dim / 16, kHeads = 32 / kLanes;
@@ -157,12 +157,12 @@ __global__ void __launch_bounds__(kHalvesWarps * 32, kHalvesMinCtas)
     raw[0] = load_vector(x), raw[1] = load_vector(x + kHalf);
   }
   const float* const line = p.cos_sin + static_cast<int64_t>(p.rows[token]) * Dim;
-  const Lines<T, Fp8> to(p, plan.page, token);
+  const Lines<T, Byte> to(p, plan.page, token);
   Turn<Norm> turn;
   if (turns) turn.load(line, at, kHalf);
   pdl_trigger();
   if (kind != kQ && !to.stored) return;
-  if (!Fp8 && kind == kV) {
+  if (!Byte && kind == kV) {
     T* const v = reinterpret_cast<T*>(to.v) + local * Dim + at;
     if (exists) store_vector(v, raw[0]), store_vector(v + kHalf, raw[1]);
     return;
@@ -178,12 +178,12 @@ __global__ void __launch_bounds__(kHalvesWarps * 32, kHalvesMinCtas)
     turn.apply(y, factor);
   }
   if (!exists) return;
-  if (Fp8 && kind != kQ) {
+  if (Byte && kind != kQ) {
     const float* const scale = kind == kK ? p.k_scale : p.v_scale;
     const float inverse = scale == nullptr ? 1.f : 1.f / scale[local * (kind == kK ? p.k_scale_step : p.v_scale_step)];
     uint8_t* const e = reinterpret_cast<uint8_t*>(kind == kK ? to.k : to.v) + local * Dim + at;
-    store_chunk_e4m3(e, y[0], inverse);
-    store_chunk_e4m3(e + kHalf, y[1], inverse);
+    store_chunk_byte(p, e, y[0], inverse);
+    store_chunk_byte(p, e + kHalf, y[1], inverse);
   } else {
     T* const out = (kind == kQ ? to.q : reinterpret_cast<T*>(to.k)) + local * Dim + at;
     store_vector(out, pack<T>(y[0]));
@@ -198,8 +198,8 @@ __global__ void __launch_bounds__(kHalvesWarps * 32, kHalvesMinCtas)
 constexpr int kBulkWarps = 3;
 constexpr int kBulkPasses = 4;  // of a warp at most, 1 KB of shared memory each
 // Caps a thread at 80 registers; the norm with an fp8 cache needs more.
-template <bool Norm, bool Fp8>
-inline constexpr int kBulkMinCtas = Norm && Fp8 ? 6 : 8;
+template <bool Norm, bool Byte>
+inline constexpr int kBulkMinCtas = Norm && Byte ? 6 : 8;
 
 // N neighbouring passes at once, so that N chains of reduce, root and turn overlap. x: the first chunk of this lane in shared memory;
 // store(n, y): the two chunks of pass n.
@@ -239,8 +239,8 @@ __device__ __forceinline__ void turn_passes(const T* x, const Turn<Norm>& turn, 
 }
 
 // grid (T, pieces): a piece is `passes` passes of each warp.
-template <class T, int Dim, bool Norm, bool Fp8>
-__global__ void __launch_bounds__(kBulkWarps * 32, kBulkMinCtas<Norm, Fp8>)
+template <class T, int Dim, bool Norm, bool Byte>
+__global__ void __launch_bounds__(kBulkWarps * 32, kBulkMinCtas<Norm, Byte>)
     rope_bulk_kernel(const __grid_constant__ QkNormRopeAppendParams p, const __grid_constant__ HalvesPlan plan) {
   constexpr int kHalf = Dim / 2, kLanes = Dim / 16, kHeads = 32 / kLanes, kStep = kHeads * Dim;
   __shared__ __align__(128) uint8_t heads[kBulkWarps * kBulkPasses * kPassBytes];
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(kBulkWarps * 32, kBulkMinCtas<Norm, Fp8>)
     pdl_wait();
   }
   const float* const line = p.cos_sin + static_cast<int64_t>(p.rows[token]) * Dim;
-  const Lines<T, Fp8> to(p, plan.page, token);
+  const Lines<T, Byte> to(p, plan.page, token);
   const int sub = threadIdx.x % 32 / kLanes, at = threadIdx.x % kLanes * kChunk;
   const int begin = cta_begin + threadIdx.x / 32 * plan.passes, end = min(cta_end, begin + plan.passes);
   Turn<Norm> turn;
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kBulkWarps * 32, kBulkMinCtas<Norm, Fp8>)
     if (kind != kQ && !to.stored) continue;
     const int exist = min(passes * kHeads, pass.heads - pass.local);  // heads of these passes
     const T* const x = reinterpret_cast<const T*>(heads) + (pass.before + pass.local - cta_head) * Dim + sub * Dim + at;
-    if (Fp8 && kind != kQ) {
+    if (Byte && kind != kQ) {
       const float* const scale = kind == kK ? p.k_scale : p.v_scale;
       const int step = kind == kK ? p.k_scale_step : p.v_scale_step;
       uint8_t* const e = reinterpret_cast<uint8_t*>(kind == kK ? to.k : to.v) + (pass.local + sub) * Dim + at;
@@ -298,8 +298,8 @@ __global__ void __launch_bounds__(kBulkWarps * 32, kBulkMinCtas<Norm, Fp8>)
         const float inverse = scale == nullptr || !exists ? 1.f : 1.f / scale[(pass.local + head) * step];
         const auto store = [&](int, const float (&y)[2][kChunk]) {
           if (!exists) return;
-          store_chunk_e4m3(e + k * kStep, y[0], inverse);
-          store_chunk_e4m3(e + k * kStep + kHalf, y[1], inverse);
+          store_chunk_byte(p, e + k * kStep, y[0], inverse);
+          store_chunk_byte(p, e + k * kStep + kHalf, y[1], inverse);
         };
         if (kind == kK) {
           turn_passes<T, Dim, Norm, 1>(x + k * kStep, turn, p.k_weight != nullptr, p.eps, store);
@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(kBulkWarps * 32, kBulkMinCtas<Norm, Fp8>)
   }
 }
 
-template <class T, int Dim, bool Norm, bool Fp8>
+template <class T, int Dim, bool Norm, bool Byte>
 void launch_rope_halves(const QkNormRopeAppendParams& p, cudaStream_t stream) {
   constexpr int kHeads = 512 / Dim, kWarps = kHalvesWarps;
   const int q_passes = (p.heads + kHeads - 1) / kHeads, kv_passes = (p.kv_heads + kHeads - 1) / kHeads;
@@ -344,20 +344,20 @@ void launch_rope_halves(const QkNormRopeAppendParams& p, cudaStream_t stream) {
   const RowSplit page = row_split(std::max(p.page, 1));
   const auto tokens = static_cast<unsigned>(p.tokens);
   if (p.tokens * spread <= static_cast<int64_t>(sm_count()) * kHalvesSpreadCtas) {
-    launch("qk_norm_rope_append", {dim3(tokens, static_cast<unsigned>(spread)), kWarps * 32}, stream, rope_halves_kernel<T, Dim, Norm, Fp8>,
-           p, HalvesPlan{1, q_passes, kv_passes, page});
+    launch("qk_norm_rope_append", {dim3(tokens, static_cast<unsigned>(spread)), kWarps * 32}, stream,
+           rope_halves_kernel<T, Dim, Norm, Byte>, p, HalvesPlan{1, q_passes, kv_passes, page});
     return;
   }
   constexpr int kPasses = kBulkWarps * kBulkPasses;
   const int pieces = (all + kPasses - 1) / kPasses;
   const int passes = (all + pieces * kBulkWarps - 1) / (pieces * kBulkWarps);
   const dim3 grid(tokens, static_cast<unsigned>((all + passes * kBulkWarps - 1) / (passes * kBulkWarps)));
-  launch("qk_norm_rope_append", {grid, kBulkWarps * 32}, stream, rope_bulk_kernel<T, Dim, Norm, Fp8>, p,
+  launch("qk_norm_rope_append", {grid, kBulkWarps * 32}, stream, rope_bulk_kernel<T, Dim, Norm, Byte>, p,
          HalvesPlan{passes, q_passes, kv_passes, page});
 }
 
 // Whether it took the call.
-template <class T, bool Fp8>
+template <class T, bool Byte>
 bool launch_if_halves(const QkNormRopeAppendParams& p, cudaStream_t stream) {
   if constexpr (sizeof(T) == 4) {
     return false;
@@ -367,7 +367,7 @@ bool launch_if_halves(const QkNormRopeAppendParams& p, cudaStream_t stream) {
     if (device_architecture() < 90 || !has_kernel || p.rotary != p.dim || p.interleaved || unaligned % 16 != 0) return false;
     dispatch<64, 128, 256>("qk_norm_rope_append: head dimension", p.dim, [&](auto dim) {
       dispatch_bool(p.q_weight != nullptr || p.k_weight != nullptr,
-                    [&](auto norm) { launch_rope_halves<T, decltype(dim)::value, decltype(norm)::value, Fp8>(p, stream); });
+                    [&](auto norm) { launch_rope_halves<T, decltype(dim)::value, decltype(norm)::value, Byte>(p, stream); });
     });
     return true;
   }

@@ -8,7 +8,8 @@ from pyllm.ops.fused import check_dtype, check_rows
 from pyllm.ops.registry import check, define
 
 _OP = "qk_norm_rope_append"
-_FP8_MAX = 448.0
+_FP8_MAX, _INT8_MAX = 448.0, 127.0
+_BYTES = (torch.float8_e4m3fn, torch.int8)
 
 
 def qk_norm_rope_append(
@@ -45,11 +46,12 @@ def qk_norm_rope_append(
         rows: int32 `[T]`, the line of cos_sin for each token, in `[0, L)`. Given exactly when cos_sin is.
         interleaved: False pairs dimension i with i + R / 2, True pairs 2i with 2i + 1.
         q_weight, k_weight: `[D]`, fp32 or qkv.dtype. Constants: read before the kernels ahead in the stream have finished.
-        k_cache, v_cache: `[pages, P, K, D]`, changed in place; qkv.dtype or float8_e4m3fn, both alike. The pages may be strided by a
+        k_cache, v_cache: `[pages, P, K, D]`, changed in place; qkv.dtype, float8_e4m3fn or int8, both alike. The pages may be strided by a
             multiple of 16 bytes, a page is dense.
         slots: int32 `[T]` below pages * P, each non-negative slot at most once.
-        k_scale, v_scale: fp32 `[1]` or `[K]`, dequantisation scales of an fp8 cache: stored = e4m3(x * (1 / scale)), saturating at
-            +-448, NaN stays NaN. None is 1. Not allowed with a cache of qkv.dtype.
+        k_scale, v_scale: fp32 `[1]` or `[K]`, dequantisation scales of a one-byte cache: stored = e4m3(x * (1 / scale)), saturating
+            at +-448, NaN stays NaN; of int8 the nearest integer (ties to even), saturating at +-127, NaN becomes 0. None is 1. Not
+            allowed with a cache of qkv.dtype.
 
     Returns:
         Q as `[T, H, D]` of qkv.dtype, contiguous. Everything is fp32 inside and rounded once, at the end.
@@ -113,7 +115,7 @@ def _check_cache(
     name: str, cache: torch.Tensor, qkv: torch.Tensor, kv_heads: int, dim: int, scale_name: str, scale: torch.Tensor | None
 ) -> None:
     check(cache.dim() == 4, _OP, name, f"has {cache.dim()} dimensions, expected 4")
-    check_dtype(_OP, name, cache, (qkv.dtype, torch.float8_e4m3fn))
+    check_dtype(_OP, name, cache, (qkv.dtype, *_BYTES))
     for i, (letter, want) in enumerate((("K", kv_heads), ("D", dim)), start=2):
         check(cache.shape[i] == want, _OP, name, f".size({i}) is {cache.shape[i]}, expected {letter}={want}")
     page = cache.shape[1]
@@ -126,7 +128,7 @@ def _check_cache(
     check(aligned, _OP, name, f".stride(0) is {cache.stride(0)} elements, expected a multiple of {16 // item}")
     if scale is None:
         return
-    check(cache.dtype == torch.float8_e4m3fn, _OP, scale_name, "is given, expected None because the cache is not float8_e4m3fn")
+    check(cache.dtype in _BYTES, _OP, scale_name, "is given, expected None because the cache is neither float8_e4m3fn nor int8")
     _check_vector(scale_name, scale, scale.shape[0] if scale.dim() == 1 and scale.shape[0] == 1 else kv_heads, (torch.float32,), "K")
 
 
@@ -175,9 +177,11 @@ def _check_all(
 def _append(cache: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor | None) -> None:
     keep = slots >= 0
     slot, values = slots[keep].long(), values[keep]
-    if cache.dtype == torch.float8_e4m3fn:
-        if scale is not None:
-            values = values * (1.0 / scale)[:, None]
+    if cache.dtype in _BYTES and scale is not None:
+        values = values * (1.0 / scale)[:, None]
+    if cache.dtype == torch.int8:
+        stored = values.nan_to_num(0.0).round().clamp(-_INT8_MAX, _INT8_MAX).to(cache.dtype)
+    elif cache.dtype == torch.float8_e4m3fn:
         stored = values.clamp(-_FP8_MAX, _FP8_MAX).to(cache.dtype).view(torch.uint8)
         cache = cache.view(torch.uint8)
     else:

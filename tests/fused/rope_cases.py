@@ -26,13 +26,14 @@ class Shape:
     dtype: torch.dtype = BF16
     weight_dtype: torch.dtype | None = None  # None: fp32
     fp8: bool = False
+    int8: bool = False
     scales: str = ""  # "": None, "1": one scale, "K": one per head
     P: int = 16
     skip: float = 0.2  # share of the tokens without a slot
 
     def __str__(self) -> str:
         rope = "nope" if self.R is None else f"R{self.R}{'i' if self.interleaved else ''}"
-        cache = f"fp8{self.scales}" if self.fp8 else "same"
+        cache = f"fp8{self.scales}" if self.fp8 else f"int8{self.scales}" if self.int8 else "same"
         return f"T{self.T}-{self.H}+{self.K}x{self.D}-{rope}-n{self.norm}-{str(self.dtype)[6:]}-{cache}-P{self.P}"
 
 
@@ -54,7 +55,7 @@ class Inputs:
 
 def caches_of(s: Shape, device: str, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Poisoned K and V caches of different page strides (a layer's slice of one pool, a gap behind each page)."""
-    dtype = FP8 if s.fp8 else s.dtype
+    dtype = FP8 if s.fp8 else torch.int8 if s.int8 else s.dtype
     size = s.P * s.K * s.D
     pool = poisoned(pages, 2 * size, dtype=dtype, device=device)
     other = poisoned(pages, size + 16, dtype=dtype, device=device)
@@ -87,7 +88,8 @@ def make(s: Shape, device: str = "cpu") -> Inputs:
         a.update(k_cache=k_cache, v_cache=v_cache, slots=slots.to(device))
         if s.scales:
             n = 1 if s.scales == "1" else s.K
-            a.update(k_scale=(torch.rand(n) * 0.01 + 0.005).to(device), v_scale=(torch.rand(n) * 0.01 + 0.005).to(device))
+            size = 0.07 if s.int8 else 0.01  # values are about 2, 8 at most: a few saturate
+            a.update({f"{name}_scale": ((torch.rand(n) + 0.5) * size).to(device) for name in "kv"})
     return inputs
 
 
@@ -143,13 +145,16 @@ def check(inputs: Inputs, q: torch.Tensor) -> None:
         assert cache is not None
         flat = cache.cpu().contiguous().view(-1, s.K, s.D)
         got = flat[at]
-        if s.fp8:
+        if s.fp8 or s.int8:
             scale = inputs.get(f"{name}_scale")
             scale = torch.ones(1) if scale is None else scale.cpu()
-            # One rounding to e4m3 of value / scale (2^-4 relative, half a subnormal step), itself off by two fp32 roundings.
             scale = scale.double()[:, None]
-            want = (want / scale).clamp(-448, 448)
-            assert_close(got.float(), want, rtol=2.0**-4 + 1e-6, atol=inner_error(want) + E4M3_STEP / 2, what=f"{name} cache of {s}")
+            # One rounding of value / scale, itself off by two fp32 roundings: to an integer, or to e4m3 (2^-4 relative, half a subnormal
+            # step). The fp32 error of the clamped values is that of the largest value before.
+            most, relative, step = (127, 0.0, 0.5) if s.int8 else (448, 2.0**-4, E4M3_STEP / 2)
+            exact = want / scale
+            bound = inner_error(exact) + step
+            assert_close(got.float(), exact.clamp(-most, most), rtol=relative + 1e-6, atol=bound, what=f"{name} cache of {s}")
         elif name == "v":
             assert_same(got, want.to(s.dtype), f"v cache of {s}")
         else:

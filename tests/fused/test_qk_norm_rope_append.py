@@ -45,6 +45,10 @@ SHAPES = [
     Shape(T=20, H=32, K=8, D=128, R=128, norm="", fp8=True, scales="1"),
     Shape(T=20, H=32, K=8, D=128, R=128, fp8=True, scales="K", dtype=FP16),
     Shape(T=7, skip=1.0),
+    Shape(T=20, H=32, K=8, D=128, R=128, int8=True, scales="K"),
+    Shape(T=9, H=6, K=2, D=128, R=128, norm="", int8=True, scales="1", dtype=FP16),
+    Shape(T=6, H=5, K=3, D=96, R=96, int8=True, scales="K", dtype=FP32),
+    Shape(T=6, D=80, R=20, norm="q", int8=True),
 ]
 every_shape = pytest.mark.parametrize("s", SHAPES, ids=str)
 
@@ -73,6 +77,19 @@ def fp8_saturates(device: str) -> None:
 
 def test_fp8_saturates() -> None:
     fp8_saturates("cpu")
+
+
+def int8_saturates(device: str) -> None:
+    inputs = make(Shape(T=2, H=1, K=1, D=8, R=None, norm="", int8=True, skip=0.0), device)
+    inf = float("inf")
+    inputs.qkv[0, 16:] = torch.tensor([126.5, -127.5, 200.0, inf, -inf, float("nan"), 2.5, -0.5], dtype=BF16)
+    inputs.run()
+    slot = int(inputs.args["slots"][0])
+    assert inputs.args["v_cache"][slot // 16, slot % 16, 0].tolist() == [126, -127, 127, 127, -127, 0, 2, 0]
+
+
+def test_int8_saturates() -> None:
+    int8_saturates("cpu")
 
 
 def call(device: str, **changes: object) -> torch.Tensor:
@@ -120,14 +137,14 @@ ERRORS = [
     (lambda d: dict(k_cache=None), "k_cache is None, expected a tensor because kv_heads is 2"),
     (lambda d: dict(slots=None), "slots is None, expected a tensor because kv_heads is 2"),
     (lambda d: dict(qkv=E(3, 256, dtype=BF16, device=d), kv_heads=0), "k_cache is given, expected None because kv_heads is 0"),
-    (lambda d: dict(k_cache=E(2, 16, 2, 64, dtype=FP16, device=d)), "k_cache is float16, expected bfloat16 or float8_e4m3fn"),
+    (lambda d: dict(k_cache=E(2, 16, 2, 64, dtype=FP16, device=d)), r"k_cache is float16, expected bfloat16(,| or) float8_e4m3fn or int8"),
     (lambda d: dict(v_cache=E(2, 16, 2, 64, dtype=FP8, device=d)), "v_cache is float8_e4m3fn, expected bfloat16"),
     (lambda d: dict(v_cache=E(2, 8, 2, 64, dtype=BF16, device=d)), r"v_cache .size\(1\) is 8, expected"),
     (lambda d: dict(k_cache=E(2, 16, 4, 64, dtype=BF16, device=d)), r"k_cache .size\(2\) is 4, expected K=2"),
     (lambda d: dict(k_cache=E(2, 2, 16, 64, dtype=BF16, device=d).transpose(1, 2)), r"k_cache .stride\(1\) is 64, expected 128"),
     (lambda d: dict(k_cache=E(2, 2049, dtype=BF16, device=d)[:, :2048].view(2, 16, 2, 64)), r"k_cache .stride\(0\) is 2049 elements"),
     (lambda d: dict(slots=E(2, dtype=torch.int32, device=d)), r"slots .size\(0\) is 2, expected T=3"),
-    (lambda d: dict(k_scale=E(1, device=d)), "k_scale is given, expected None because the cache is not float8_e4m3fn"),
+    (lambda d: dict(k_scale=E(1, device=d)), "k_scale is given, expected None because the cache is neither float8_e4m3fn nor int8"),
 ]
 
 
@@ -182,6 +199,8 @@ LARGE = [
     Shape(T=1800, H=15, K=1, D=64, R=64, norm="", fp8=True, scales="1"),
     Shape(T=1500, H=10, K=0, D=256, R=256, dtype=FP16, weight_dtype=FP16),
     Shape(T=3000, H=7, K=5, D=64, R=64, fp8=True, scales="K", dtype=FP16),
+    Shape(T=2000, H=32, K=8, D=128, R=128, int8=True, scales="K"),
+    Shape(T=2500, H=13, K=3, D=64, R=64, norm="", int8=True, scales="1", dtype=FP16),
 ]
 
 
@@ -229,6 +248,7 @@ def test_weights_at_any_element(s: Shape) -> None:
 @pytest.mark.gpu
 def test_kernel_special() -> None:
     fp8_saturates("cuda")
+    int8_saturates("cuda")
     assert make(Shape(T=0), "cuda").run().shape == (0, 4, 64)
 
 
