@@ -109,6 +109,7 @@ std::tuple<Tensor, Tensor> decode_attention_cuda(const Tensor& q, const Tensor& 
                           .group = static_cast<int>(heads / kv_heads),
                           .dim = static_cast<int>(dim),
                           .max_q = static_cast<int>(max_q),
+                          .usual_q = static_cast<int>(max_q),
                           .page_shift = std::countr_zero(static_cast<uint64_t>(page)),
                           .width = static_cast<int>(width),
                           .window = static_cast<int>(std::min<int64_t>(window, 1 << 30)),

@@ -208,6 +208,7 @@ void fill_decode(PagedAttentionParams& p, const Tensor& q, bool fp8) {
                                    .group = f.group,
                                    .dim = f.dim,
                                    .max_q = kDecodeRows,
+                                   .usual_q = 1,  // the tokens of running sequences; longer ones cost a chunk more
                                    .page_shift = f.page_shift,
                                    .window = f.window,
                                    .scale = f.scale,
@@ -260,6 +261,7 @@ std::tuple<Tensor, Tensor> paged_attention_cuda(const Tensor& q, const Tensor& k
   p.decodes = causal;
   if (p.decodes) fill_decode(p, q, fp8);
   f.skip_rows = p.decodes ? kDecodeRows : 0;
+  f.beside = p.decodes;
   Tensor schedule = new_tensor(q, {2}, kLong), q_fp8 = out, q_scale = lse, workspace = lse;
   f.schedule = static_cast<unsigned long long*>(schedule.data_ptr());
   if (fp8) {

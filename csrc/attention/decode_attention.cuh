@@ -33,7 +33,7 @@ __device__ __forceinline__ void prefetch_indices(const DecodeAttentionParams& p)
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::kThreads, 1) decode_attention_kernel(const __grid_constant__ DecodeAttentionParams p) {
+__global__ void __launch_bounds__(S::kThreads, S::kCtas) decode_attention_kernel(const __grid_constant__ DecodeAttentionParams p) {
   extern __shared__ __align__(128) uint8_t decode_smem[];
   __shared__ LocateScratch<S::kWarps> scratch;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -92,15 +92,15 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_attention_kernel(const 
     }
     int pieces = 0;
     if (at.step == at.s.first && steps < at.s.steps) {
-      const int end = before + (at.head * p.chunks + at.chunk + 1) * at.s.cost();
+      const int end = before + (at.head * chunks_of(p, at.s) + at.chunk + 1) * at.s.cost();
       while (run.shares.begin(worker + 1 + pieces) < end) ++pieces;
     }
     const bool more = at.more();
     merger.finish(p, at, rows, pieces, more, warp, lane);
     if (!more) break;
-    const int b = at.b, cost = at.s.cost();
+    const int b = at.b, numbers = numbers_of(p, at.s);
     at.next_segment(p);
-    if (at.b != b) before += cost * units_of(p);
+    if (at.b != b) before += numbers;
     rows.begin(p, at, lane);
     rows.convert(p);
   }

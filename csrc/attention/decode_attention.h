@@ -38,6 +38,7 @@ struct DecodeAttentionParams {
   int group;                // G
   int dim;                  // D
   int max_q;                // rows per sequence at most; sequences with more are left alone: neither read nor written
+  int usual_q;              // rows per sequence that the launch is sized for, at most max_q
   int page_shift;           // log2 of P >= 16
   int width;                // W
   int window;               // keys a row sees, 0: all
@@ -56,7 +57,8 @@ struct DecodeAttentionParams {
   uint32_t whole_share;     // ceil(2^32 / whole_workers), 0 for one
   uint32_t per_group;       // ceil(2^32 / G), 0 for one
   int row_tiles;            // 8-row tiles of query rows that a CTA holds: 1 or 2
-  int chunks;               // pieces of 8 row_tiles rows that the G max_q rows of a KV head make
+  int chunk_shift;          // log2 of 8 row_tiles: pieces into which the rows of a KV head are cut
+  int ctas;                 // to an SM: 1 or 2
 };
 
 // Fills stamp, workspace_bytes and workers ... chunks from the rest, which names no device data, so a captured graph stays right. Call it

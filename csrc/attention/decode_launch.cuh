@@ -21,10 +21,15 @@ void launch_decode_dims(const DecodeAttentionParams& p, cudaStream_t stream) {
   dispatch<64, 96, 128, 192, 256>("decode_attention: D", p.dim, [&](auto dim) {
     constexpr int kDim = decltype(dim)::value;
     if constexpr (kDim > kNarrow) {
-      launch_decode<DecodeShape<Cache, kDim, 1, decode_warps(kDim)>>(p, stream);
+      launch_decode<DecodeShape<Cache, kDim, 1>>(p, stream);
     } else {
-      dispatch<1, 2>("decode_attention: row tiles", p.row_tiles,
-                     [&](auto tiles) { launch_decode<DecodeShape<Cache, kDim, decltype(tiles)::value, decode_warps(kDim)>>(p, stream); });
+      dispatch<1, 2>("decode_attention: row tiles", p.row_tiles, [&](auto tiles) {
+        constexpr int kTiles = decltype(tiles)::value;
+        if constexpr (sizeof(Cache) == 1 && kTiles == 1) {
+          if (p.ctas == 2) return launch_decode<DecodeShape<Cache, kDim, kTiles, 2>>(p, stream);
+        }
+        launch_decode<DecodeShape<Cache, kDim, kTiles>>(p, stream);
+      });
     }
   });
 }

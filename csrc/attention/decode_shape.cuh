@@ -14,13 +14,14 @@ constexpr int kMaxClusterShift = 3;  // 2^3 CTAs: larger clusters leave more SMs
 constexpr int kMaxCluster = 1 << kMaxClusterShift;
 constexpr int kRingBytes = 96 * 1024;  // in flight per SM; more only lengthens the queue at the memory, less starves it
 constexpr int kNarrow = 128;           // up to this D a CTA has 8 warps, and can hold two row tiles
-constexpr int decode_warps(int dim) { return dim > kNarrow ? 4 : 8; }
+constexpr int decode_warps(int dim) { return dim > kNarrow ? 4 : 8; }  // of an SM
 
 // Stored: of the caches. What is one byte wide is computed in fp16, whatever q is: such kernels learn q's dtype at run time.
-template <class Stored, int Dim, int RowTiles, int Warps>
+// Ctas: of an SM, between which warps and ring are shared out.
+template <class Stored, int Dim, int RowTiles, int Ctas = 1>
 struct DecodeShape {
   using Cache = Stored;
-  static constexpr int kDim = Dim, kRowTiles = RowTiles, kWarps = Warps, kThreads = Warps * 32;
+  static constexpr int kDim = Dim, kRowTiles = RowTiles, kCtas = Ctas, kWarps = decode_warps(Dim) / Ctas, kThreads = kWarps * 32;
   static constexpr bool kWide = sizeof(Cache) == 1;                        // widened to fp16 in registers
   using Math = std::conditional_t<kWide, __half, Cache>;                   // of the mma
   static constexpr int kRowBytes = Dim * static_cast<int>(sizeof(Cache));  // of one key
@@ -32,9 +33,9 @@ struct DecodeShape {
   static constexpr int kHalf = kStepKeys * kPitch * 16;  // bytes of the keys of a step, or of its values: a slot of the ring
   static constexpr int kBlocks = Dim / 16;               // 16-dimension blocks
   static constexpr int kQuads = kBlocks * 32;            // float4 of an 8-row tile of outputs
-  static constexpr int kMerge = (Warps * kQuads + Warps * 4 + kQuads + 8 * kMaxCluster + 1) * 16;  // MergeShared, behind the ring
-  static constexpr int kSlots = kRingBytes / (Warps * kHalf);
-  static constexpr int kRing = Warps * kSlots * kHalf;
+  static constexpr int kMerge = (kWarps * kQuads + kWarps * 4 + kQuads + 8 * kMaxCluster + 1) * 16;  // MergeShared, behind the ring
+  static constexpr int kSlots = kRingBytes / Ctas / (kWarps * kHalf);
+  static constexpr int kRing = kWarps * kSlots * kHalf;
   static constexpr int kSmem = kRing + kMerge;
   // fp16 weights are kept 2^8 larger: those down to 2^-22 of the largest stay normal numbers.
   static constexpr float kLift = std::is_same_v<Math, __half> ? 8.f : 0.f;

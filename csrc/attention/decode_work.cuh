@@ -36,7 +36,15 @@ __device__ __forceinline__ Sequence sequence_at(const DecodeAttentionParams& p, 
   return s;
 }
 
-__device__ __forceinline__ int units_of(const DecodeAttentionParams& p) { return p.kv_heads * p.chunks; }
+// Chunks of query rows of a sequence: its own, not the most of a launch, or a decode in a step of longer ones would read its keys twice.
+__device__ __forceinline__ int chunks_of(const DecodeAttentionParams& p, const Sequence& s) {
+  return (p.group * s.rows + (1 << p.chunk_shift) - 1) >> p.chunk_shift;
+}
+
+// Of all segments of a sequence.
+__device__ __forceinline__ int numbers_of(const DecodeAttentionParams& p, const Sequence& s) {
+  return s.cost() * p.kv_heads * chunks_of(p, s);
+}
 
 // The numbers of each worker, equal to within two. With few to a segment there are as many workers as segments: to join a cut segment would
 // take longer than what more SMs save. With very few the first workers have 4 each. Divisions
@@ -74,7 +82,7 @@ struct Cursor {
   __device__ __forceinline__ bool more() const { return left - (end() - step) > kSegmentCost; }
   __device__ __forceinline__ void next_segment(const DecodeAttentionParams& p) {
     left -= end() - step + kSegmentCost;
-    if (++chunk == p.chunks) {
+    if (++chunk == chunks_of(p, s)) {
       chunk = 0;
       if (++head == p.kv_heads) {
         head = 0;
@@ -102,7 +110,6 @@ struct Run {
 // meaning for a border at `total`; first: the first of these sequences.
 __device__ __forceinline__ Run run_of(const DecodeAttentionParams& p, const Shares& shares, int total, int (&border)[2], const int (&b)[2],
                                       const int (&before)[2], const Sequence& first) {
-  const int units = units_of(p);
   Run run{{{}, 0, 0, 0, 0, 0}, shares, 0};
   if (border[0] >= total) return run;
   run.at.b = b[0];
@@ -113,15 +120,16 @@ __device__ __forceinline__ Run run_of(const DecodeAttentionParams& p, const Shar
     border[0] = snap(border[0], run.before, run.at.s.cost());
     if (border[1] < total) border[1] = snap(border[1], before[1], sequence_at(p, b[1]).cost());
     if (border[0] >= border[1]) return run;
-    if (border[0] == run.before + run.at.s.cost() * units) {
+    if (border[0] == run.before + numbers_of(p, run.at.s)) {
       do run.at.s = sequence_at(p, ++run.at.b);
       while (run.at.s.steps == 0);
       run.before = border[0];
     }
   }
   const int cost = run.at.s.cost(), unit = divide(border[0] - run.before, cost), within = border[0] - run.before - unit * cost;
-  run.at.head = p.chunks == 1 ? unit : divide(unit, p.chunks);
-  run.at.chunk = unit - run.at.head * p.chunks;
+  const int chunks = chunks_of(p, run.at.s);
+  run.at.head = chunks == 1 ? unit : divide(unit, chunks);
+  run.at.chunk = unit - run.at.head * chunks;
   run.at.step = run.at.s.first + max(within - kSegmentCost, 0);
   run.at.left = max(border[1] - border[0] - max(kSegmentCost - within, 0), 0);
   return run;
@@ -139,18 +147,18 @@ __device__ __forceinline__ int sum_upto(int x, int lane) {
 // By all threads of the CTA: the run of worker i; left = 0 without one. Up to 32 sequences each warp finds it alone.
 template <int Warps>
 __device__ __forceinline__ Run locate(const DecodeAttentionParams& p, LocateScratch<Warps>& shared, int i) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, units = units_of(p);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int border[2], at[2], ahead[2];
   if (p.batch <= 32) {
     Sequence s{};
     if (lane < p.batch) s = sequence_at(p, lane);
-    const int upto = sum_upto(s.cost() * units, lane), total = __shfl_sync(kAllLanes, upto, 31);
+    const int upto = sum_upto(numbers_of(p, s), lane), total = __shfl_sync(kAllLanes, upto, 31);
     const Shares shares(p, total);
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       border[side] = shares.begin(i + side);
       at[side] = max(__ffs(static_cast<int>(__ballot_sync(kAllLanes, border[side] < upto))) - 1, 0);
-      ahead[side] = __shfl_sync(kAllLanes, upto - s.cost() * units, at[side]);
+      ahead[side] = __shfl_sync(kAllLanes, upto - numbers_of(p, s), at[side]);
     }
     Sequence first;
     first.q_start = __shfl_sync(kAllLanes, s.q_start, at[0]);
@@ -164,8 +172,7 @@ __device__ __forceinline__ Run locate(const DecodeAttentionParams& p, LocateScra
   const int each = (p.batch + Warps * 32 - 1) / (Warps * 32);
   const int first = min(static_cast<int>(threadIdx.x) * each, p.batch), last = min(first + each, p.batch);
   int own = 0;
-  for (int b = first; b < last; ++b) own += sequence_at(p, b).cost();
-  own *= units;
+  for (int b = first; b < last; ++b) own += numbers_of(p, sequence_at(p, b));
   int upto = sum_upto(own, lane);
   if (lane == 31) shared.sums[warp] = upto;
   __syncthreads();
@@ -182,7 +189,7 @@ __device__ __forceinline__ Run locate(const DecodeAttentionParams& p, LocateScra
     int before = upto - own;
     if (border[side] >= before && border[side] < upto) {
       int b = first;
-      for (int size; border[side] >= before + (size = sequence_at(p, b).cost() * units); ++b) before += size;
+      for (int size; border[side] >= before + (size = numbers_of(p, sequence_at(p, b))); ++b) before += size;
       shared.b[side] = b;
       shared.before[side] = before;
     }
@@ -193,13 +200,13 @@ __device__ __forceinline__ Run locate(const DecodeAttentionParams& p, LocateScra
   return run_of(p, shares, total, border, at, ahead, sequence_at(p, at[0]));
 }
 
-// The query row `row` (0 .. 8 row_tiles - 1) of a chunk: row j of the sequence and head.
+// The query row `row` (0 .. 2^chunk_shift - 1) of a chunk: row j of the sequence and head.
 struct QueryRow {
   bool exists;
   int j, head;
 };
 __device__ __forceinline__ QueryRow query_row(const DecodeAttentionParams& p, const Cursor& at, int row) {
-  const int all = at.chunk * p.row_tiles * kRowTile + row, j = p.group == 1 ? all : static_cast<int>(__umulhi(all, p.per_group));
+  const int all = (at.chunk << p.chunk_shift) + row, j = p.group == 1 ? all : static_cast<int>(__umulhi(all, p.per_group));
   return {j < at.s.rows, j, at.head * p.group + all - j * p.group};
 }
 

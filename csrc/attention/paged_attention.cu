@@ -6,7 +6,6 @@ namespace pyllm {
 
 void paged_attention(const PagedAttentionParams& p, cudaStream_t stream) {
   using namespace attention;
-  if (p.decodes) decode_attention(p.decode, stream);
   if (p.q_fp8 != nullptr) {
     dispatch_dtype<DType::kBF16, DType::kFP16>("paged_attention: q", p.q_dtype, [&](auto t) {
       using T = typename decltype(t)::type;
@@ -17,6 +16,8 @@ void paged_attention(const PagedAttentionParams& p, cudaStream_t stream) {
       });
     });
   }
+  // Decode ahead of prefill: its CTAs go one by one, and prefill takes each SM as it becomes free.
+  if (p.decodes) decode_attention(p.decode, stream);
   prefill_attention(p.prefill, stream);
 }
 

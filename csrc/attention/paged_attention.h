@@ -8,8 +8,8 @@ namespace pyllm {
 // both write the same out and lse, and between them every row: which sequence is whose is found on the device.
 struct PagedAttentionParams {
   DecodeAttentionParams decode;    // leave_padding set, planned; not used if !decodes
-  PrefillAttentionParams prefill;  // skip_rows = decode.max_q, or 0 if !decodes; for an e4m3 cache q and q_scale are those below
-  bool decodes;                    // the step is causal, so short sequences are decodes
+  PrefillAttentionParams prefill;  // as of the cache's dtype: for e4m3 q and q_scale are those below
+  bool decodes;                    // the step is causal: prefill.skip_rows is decode.max_q and prefill.beside set; else 0 and not set
   const void* q;                   // e4m3 cache: [T, H, D] q_dtype, to be quantized; else null
   int64_t q_token_stride;          // elements
   int64_t q_head_stride;           // elements

@@ -536,7 +536,7 @@ __global__ void __launch_bounds__(Shape::Threads, 1)
     fence_async_shared();
   }
   __syncthreads();
-  pdl_wait();
+  if (!p.beside) pdl_wait();
   clear_rows<Shape>(p);
   if (threadIdx.x < 128) {
     registers_down<Shape::ProducerRegisters>();
@@ -545,6 +545,8 @@ __global__ void __launch_bounds__(Shape::Threads, 1)
       pdl_trigger();
     } else if (threadIdx.x < 64) {
       walk_tiles<Shape>(p, smem, tiles, &state);
+    } else if (p.beside) {
+      pdl_wait();  // who waits for this kernel has waited for the one before it
     }
   } else {
     registers_up<Shape::ConsumerRegisters>();

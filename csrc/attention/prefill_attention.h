@@ -52,6 +52,7 @@ struct PrefillAttentionParams {
   int window;                    // a row sees keys > p - window; 0: all
   int skip_rows;                 // sequences with at most so many rows are neither read nor written
   bool causal;                   // a row sees keys <= p
+  bool beside;                   // the launch before it writes nothing that this one reads or writes: waited for at the end alone
   float scale;                   // of the scores
   float softcap;                 // 0: none
   DType dtype;                   // of q, k, v: kBF16, kFP16, kE4M3

@@ -221,11 +221,12 @@ __global__ void __launch_bounds__(384, 1)
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) smem.init();
   __syncthreads();
-  pdl_wait();
+  if (!p.beside) pdl_wait();
   if (warp < 4) {
     registers_down<Tile::kProducerRegisters>();
     if (warp == 0) {
       load<Tile, Paged>(p, smem, q_map, k_map, v_map);
+      if (p.beside) pdl_wait();  // who waits for this kernel has waited for the one before it
     } else {
       turn_values<Tile>(smem, warp - 1);
     }
