@@ -1,51 +1,22 @@
 // Registers decode_attention and merge_states: checks, allocation, Params, launch. Schemas and CPU references: pyllm/ops/decode.py.
-#include "common/bind.h"
+#include "attention/bind_checks.h"
 #include "attention/decode_attention.h"
 #include "attention/merge_states.h"
 
 #include <algorithm>
-#include <bit>
 #include <tuple>
 
 namespace pyllm {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-constexpr auto kBF16 = ScalarType::BFloat16, kFP16 = ScalarType::Half, kFP32 = ScalarType::Float, kE4M3 = ScalarType::Float8_e4m3fn,
-               kInt = ScalarType::Int, kLong = ScalarType::Long, kS8 = ScalarType::Char;
-
-// Pages at any stride, each [P, K, D] dense, at multiples of 16 bytes.
-void check_cache(Check& check, const Tensor& t, const char* name, const Tensor& q) {
-  check(t, name).shape({"pages", "P", "K", "D"});
-  check.require(t.scalar_type() == q.scalar_type() || t.scalar_type() == kE4M3 || t.scalar_type() == kS8, name, "is ",
-                name_of(t.scalar_type()), ", expected ", name_of(q.scalar_type()), " like q, float8_e4m3fn or int8");
-  check.require(t.stride(3) == 1 && (t.size(2) == 1 || t.stride(2) == t.size(3)) && t.stride(1) == t.size(2) * t.size(3), name,
-                "has pages with gaps, expected [P, K, D] dense");
-  const int64_t page = check["P"];
-  check.require(page >= 16 && page <= 1 << 20 && std::has_single_bit(static_cast<uint64_t>(page)), name, ".size(1) is ", page,
-                ", expected a power of two, at least 16");
-  check(t, name).aligned(16, t.element_size());
-}
-
-// [1] or [K] fp32; its step per KV head.
-int check_scale(Check& check, const OptionalTensor& scale, const char* name) {
-  if (!scale) return 0;
-  check(*scale, name).dtype({kFP32}).contiguous();
-  const int64_t size = scale->dim() == 1 ? scale->size(0) : -1;
-  check.require(size == 1 || size == check["K"], name, "has ", scale->numel(), " elements in ", scale->dim(),
-                " dimensions, expected [1] or [K=", check["K"], "]");
-  return size == 1 ? 0 : 1;
-}
-
 // A word of bits per row: int32 for up to 32 new keys, int64 for 64.
-void check_mask(Check& check, const OptionalTensor& mask, int64_t max_q) {
+void check_tree(Check& check, const OptionalTensor& mask, int64_t max_q) {
   if (!mask) return;
   check(*mask, "mask").shape({"T"}).dtype({kInt, kLong}).contiguous();
   const int64_t bits = mask->scalar_type() == kLong ? 64 : 32;
   check.require(max_q <= bits, "mask", "has ", bits, " bits a row, expected at least max_q=", max_q);
 }
 
-const float* floats(const OptionalTensor& t) { return t ? static_cast<const float*>(t->data_ptr()) : nullptr; }
 const int* ints(const Tensor& t) { return static_cast<const int*>(t.data_ptr()); }
 
 std::tuple<Tensor, Tensor> decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
@@ -57,23 +28,20 @@ std::tuple<Tensor, Tensor> decode_attention_cuda(const Tensor& q, const Tensor& 
   const int64_t tokens = check["T"], heads = check["H"], dim = check["D"];
   check.require(dim == 64 || dim == 96 || dim == 128 || dim == 192 || dim == 256, "q", ".size(2) is ", dim,
                 ", expected 64, 96, 128, 192 or 256");
-  check_cache(check, k_cache, "k_cache", q);
-  check_cache(check, v_cache, "v_cache", q);
+  check_cache(check, k_cache, "k_cache", q, true);
+  check_cache(check, v_cache, "v_cache", q, true);
   check(v_cache, "v_cache").dtype_like(k_cache, "k_cache");
   const int64_t kv_heads = check["K"], page = check["P"];
-  check.require(kv_heads > 0 && heads % kv_heads == 0, "q", "has H=", heads, " heads, expected a multiple of K=", kv_heads,
-                " (from k_cache)");
+  check_groups(check, "k_cache");
   check(page_table, "page_table").shape({"B", "W"}).dtype({kInt}).rows();
   check(kv_lens, "kv_lens").shape({"B"}).dtype({kInt}).contiguous();
   const int64_t batch = check["B"], width = check["W"];
   check(q_starts, "q_starts").shape({"_"}).dtype({kInt}).contiguous();
   check.require(q_starts.size(0) == batch + 1, "q_starts", ".size(0) is ", q_starts.size(0), ", expected B+1=", batch + 1);
-  check.require(window >= 0, "window", "is ", window, ", expected >= 1 (or None)");
-  check.require(softcap >= 0 && softcap < __builtin_inf(), "softcap", "is ", softcap, ", expected finite and > 0 (or None)");
+  check_scores(check, window, softcap, sinks);
   check.require(max_q >= 1 && max_q <= 64, "max_q", "is ", max_q, ", expected 1 to 64");
-  if (sinks) check(*sinks, "sinks").shape({"H"}).dtype({kFP32}).contiguous();
   const int k_step = check_scale(check, k_scale, "k_scale"), v_step = check_scale(check, v_scale, "v_scale");
-  check_mask(check, mask, max_q);
+  check_tree(check, mask, max_q);
   check.require(tokens < int64_t{1} << 31, "q", ".size(0) is ", tokens, ", expected less than 2^31");
 
   Tensor out = new_tensor(q, {tokens, heads, dim}, q.scalar_type());
@@ -90,9 +58,9 @@ std::tuple<Tensor, Tensor> decode_attention_cuda(const Tensor& q, const Tensor& 
                           .table_stride = page_table.stride(0),
                           .q_starts = ints(q_starts),
                           .kv_lens = ints(kv_lens),
-                          .sinks = floats(sinks),
-                          .k_scale = floats(k_scale),
-                          .v_scale = floats(v_scale),
+                          .sinks = pointer<float>(sinks),
+                          .k_scale = pointer<float>(k_scale),
+                          .v_scale = pointer<float>(v_scale),
                           .k_scale_step = k_step,
                           .v_scale_step = v_step,
                           .mask = mask ? static_cast<const uint32_t*>(mask->data_ptr()) : nullptr,

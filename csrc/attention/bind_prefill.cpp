@@ -1,6 +1,6 @@
 // Registers prefill_attention and paged_attention. Schemas and CPU references: pyllm/ops/prefill.py, pyllm/ops/attention.py.
+#include "attention/bind_checks.h"
 #include "attention/paged_attention.h"
-#include "common/bind.h"
 
 #include <algorithm>
 #include <bit>
@@ -9,50 +9,14 @@
 namespace pyllm {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-constexpr auto kBF16 = ScalarType::BFloat16, kFP16 = ScalarType::Half, kFP32 = ScalarType::Float, kE4M3 = ScalarType::Float8_e4m3fn,
-               kInt = ScalarType::Int, kLong = ScalarType::Long;
-
-template <class T>
-const T* pointer(const OptionalTensor& t) {
-  return t ? static_cast<const T*>(t->data_ptr()) : nullptr;
-}
-
 void check_keys(Check& check, const Tensor& t, const char* name, const char* width, const Tensor& q, bool paged) {
   if (paged) {
     check(t, name).shape({"pages", "P", "K", width});
-    const int64_t page = check["P"];
-    check.require(page >= 16 && page <= 1 << 20 && std::has_single_bit(static_cast<uint64_t>(page)), name, ".size(1) is ", page,
-                  ", expected a power of two, at least 16");
+    check_page(check, name, 16);
   } else {
     check(t, name).shape({"S", "K", width});
   }
   check(t, name).dtype_like(q, "q").rows().aligned(16, t.element_size());
-}
-
-void check_indices(Check& check, const Tensor& q_starts, const OptionalTensor& kv_starts, const OptionalTensor& kv_lens,
-                   const OptionalTensor& page_table) {
-  check(q_starts, "q_starts").shape({"B+1"}).dtype({kInt}).contiguous();
-  const int64_t batch = check["B+1"] - 1;
-  check.require(batch >= 0, "q_starts", ".size(0) is 0, expected B+1");
-  check.require(page_table.has_value() == kv_lens.has_value(), "kv_lens", "is ", kv_lens ? "given" : "missing",
-                ", expected it with a page_table and only then");
-  check.require(page_table.has_value() != kv_starts.has_value(), "kv_starts", "is ", kv_starts ? "given" : "missing",
-                ", expected it exactly without a page_table");
-  if (kv_starts) check(*kv_starts, "kv_starts").shape({"B+1"}).dtype({kInt}).contiguous();
-  if (!page_table) return;
-  check(*page_table, "page_table").shape({"B", "W"}).dtype({kInt}).rows();
-  check(*kv_lens, "kv_lens").shape({"B"}).dtype({kInt}).contiguous();
-  check.require(check["B"] == batch, "page_table", ".size(0) is ", check["B"], ", expected B=", batch, " (from q_starts)");
-}
-
-void check_mask(Check& check, const OptionalTensor& mask, const OptionalTensor& mask_starts) {
-  check.require(mask.has_value() || !mask_starts.has_value(), "mask_starts", "is given, expected it only with a mask");
-  if (mask) check(*mask, "mask").shape({"T", "words"}).dtype({kInt}).rows();
-  if (!mask_starts) return;
-  check(*mask_starts, "mask_starts").shape({"_"}).dtype({kInt}).contiguous();
-  check.require(mask_starts->size(0) == check["B+1"] - 1, "mask_starts", ".size(0) is ", mask_starts->size(0),
-                ", expected B=", check["B+1"] - 1, " (from q_starts)");
 }
 
 // [1], [K] or [B, K] fp32: its steps per sequence and per KV head.
@@ -90,10 +54,8 @@ void fill_scales(PrefillAttentionParams& p, Check& check, const OptionalTensor& 
 }
 
 void check_numbers(Check& check, int64_t tokens, double scale, int64_t window, double softcap, const OptionalTensor& sinks) {
-  if (sinks) check(*sinks, "sinks").shape({"H"}).dtype({kFP32}).contiguous();
+  check_scores(check, window, softcap, sinks);
   check.require(scale > 0 && scale < __builtin_inf(), "scale", "is ", scale, ", expected finite and > 0");
-  check.require(window >= 0, "window", "is ", window, ", expected >= 1 (or None)");
-  check.require(softcap >= 0 && softcap < __builtin_inf(), "softcap", "is ", softcap, ", expected finite and > 0 (or None)");
   check.require(tokens < int64_t{1} << 31, "q", ".size(0) is ", tokens, ", expected less than 2^31");
 }
 
@@ -153,8 +115,7 @@ std::tuple<Tensor, Tensor> prefill_attention_cuda(const Tensor& q, const Tensor&
   const bool same = dim == v_dim && (dim == 64 || dim == 128 || dim == 256 || (!fp8 && (dim == 96 || dim == 192)));
   check.require(same || (!fp8 && dim == 192 && v_dim == 128), "q", "has (D, Dv) (", dim, ", ", v_dim, "), expected ",
                 fp8 ? "D = Dv of 64, 128, 256" : "D = Dv of 64, 96, 128, 192, 256, or (192, 128)");
-  const int64_t kv_heads = check["K"];
-  check.require(kv_heads > 0 && heads % kv_heads == 0, "q", "has H=", heads, " heads, expected a multiple of K=", kv_heads, " (from k)");
+  check_groups(check, "k");
   check_indices(check, q_starts, kv_starts, kv_lens, page_table);
   check_mask(check, mask, mask_starts);
   check_numbers(check, tokens, scale, window, softcap, sinks);
@@ -218,18 +179,6 @@ void fill_decode(PagedAttentionParams& p, const Tensor& q, bool fp8) {
                                    .leave_padding = true};
 }
 
-void check_cache(Check& check, const Tensor& t, const char* name, const Tensor& q) {
-  check(t, name).shape({"pages", "P", "K", "D"});
-  check.require(t.scalar_type() == q.scalar_type() || t.scalar_type() == kE4M3, name, "is ", name_of(t.scalar_type()), ", expected ",
-                name_of(q.scalar_type()), " like q or float8_e4m3fn");
-  check.require(t.stride(3) == 1 && (t.size(2) == 1 || t.stride(2) == t.size(3)) && t.stride(1) == t.size(2) * t.size(3), name,
-                "has pages with gaps, expected [P, K, D] dense");
-  const int64_t page = check["P"];
-  check.require(page >= 16 && page <= 1 << 20 && std::has_single_bit(static_cast<uint64_t>(page)), name, ".size(1) is ", page,
-                ", expected a power of two, at least 16");
-  check(t, name).aligned(16, t.element_size());
-}
-
 std::tuple<Tensor, Tensor> paged_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
                                                 const Tensor& q_starts, const Tensor& kv_lens, double scale, bool causal, int64_t window,
                                                 double softcap, const OptionalTensor& sinks, const OptionalTensor& k_scale,
@@ -237,16 +186,14 @@ std::tuple<Tensor, Tensor> paged_attention_cuda(const Tensor& q, const Tensor& k
   Check check("paged_attention");
   check(q, "q").shape({"T", "H", "D"}).dtype({kBF16, kFP16}).rows().aligned(16, 2);
   const int64_t tokens = check["T"], heads = check["H"], dim = check["D"];
-  check_cache(check, k_cache, "k_cache", q);
-  check_cache(check, v_cache, "v_cache", q);
+  check_cache(check, k_cache, "k_cache", q, false);
+  check_cache(check, v_cache, "v_cache", q, false);
   check(v_cache, "v_cache").dtype_like(k_cache, "k_cache");
   const bool fp8 = k_cache.scalar_type() == kE4M3;
   check.require(dim == 64 || dim == 128 || dim == 256 || (!fp8 && (dim == 96 || dim == 192)), "q", ".size(2) is ", dim, ", expected ",
                 fp8 ? "64, 128 or 256 with a float8_e4m3fn cache" : "64, 96, 128, 192 or 256");
   check.require(!fp8 || q.scalar_type() == kBF16, "q", "is ", name_of(q.scalar_type()), ", expected bfloat16 with a float8_e4m3fn cache");
-  const int64_t kv_heads = check["K"];
-  check.require(kv_heads > 0 && heads % kv_heads == 0, "q", "has H=", heads, " heads, expected a multiple of K=", kv_heads,
-                " (from k_cache)");
+  check_groups(check, "k_cache");
   check_indices(check, q_starts, std::nullopt, kv_lens, page_table);
   check_numbers(check, tokens, scale, window, softcap, sinks);
 
