@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyllm.layers.formats import QuantPlan
+from pyllm.layers.invariant import check_invariant
 from pyllm.layers.linear import check_plan
 from pyllm.layers.spec import Spec, Weight, need_sizes, path_of
 
@@ -30,6 +31,7 @@ class Env:
     dtype: torch.dtype
     progress: Callable[[str], None] | None = None
     fuse: bool = True
+    invariant: bool = False
     prefix: str = ""
     used: set[str] = field(default_factory=set)
 
@@ -60,6 +62,7 @@ class Bound(nn.Module):
     def __init__(self, spec: Spec, path: str, env: Env) -> None:
         super().__init__()
         self.spec, self.path, self.rank, self.tp, self.fuse = spec, path_of(spec, path), env.rank, env.tp, env.fuse
+        self.invariant = env.invariant
         for name, child in spec.children().items():
             if isinstance(child, tuple):
                 self.add_module(name, nn.ModuleList(Bound(c, self.path, env) for c in child))
@@ -85,12 +88,15 @@ def bind(
     dtype: torch.dtype = torch.float32,
     strict: bool = True,
     fuse: bool = True,
+    invariant: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Bound:
     """Load `state` (checkpoint name -> tensor) into `spec` for one tensor-parallel rank.
 
     quant: ordered (glob, Format) pairs. dtype: of weights and activations where a Format says nothing; norm weights stay fp32.
     fuse=False runs the separate ops of every fusion (the same maths with one rounding more each); `explain(fuse=False)` shows them.
+    invariant=True: on CUDA the bits of a token's logits depend on its own sequence alone (`pyllm.ops.invariant`), nothing is fused, and
+    what has no such kernel is refused; on a CPU it changes nothing.
     progress: called with each checkpoint name as it is read.
     Errors (ValueError): a tensor that is missing, one that nobody asked for (strict; the spec's `ignore` globs excepted), a shape that
     disagrees
@@ -104,7 +110,10 @@ def bind(
     check_plan("bind", spec, quant)
     if not 0 <= rank < tp:
         raise ValueError(f"bind: rank is {rank}, expected 0 <= rank < tp={tp}")
-    env = Env(state, quant, rank, tp, torch.device(device), dtype, progress, fuse, getattr(spec, "prefix", ""))
+    if invariant and torch.device(device).type == "cuda":
+        check_invariant(spec, quant, dtype)
+    fuse = fuse and not invariant
+    env = Env(state, quant, rank, tp, torch.device(device), dtype, progress, fuse, invariant, getattr(spec, "prefix", ""))
     module = Bound(spec, "", env)
     ignore = getattr(spec, "ignore", ())
     left = sorted(k for k in state if k not in env.used and not any(fnmatchcase(k, g) for g in ignore))

@@ -196,7 +196,8 @@ class Decoder(Spec):
         return self.logits(m, h, b)
 
     def logits(self, m: Any, h: Normed, b: Batch) -> Tensor:
-        y = m.head(h) if self.head else ops.linear(h.tensor(), m.embed.weight)
+        tied = ops.invariant_linear if m.invariant else ops.linear
+        y = m.head(h) if self.head else tied(h.tensor(), m.embed.weight)
         if m.tp > 1:
             y = b.gather(y)[:, : self.vocab_size].contiguous()
         y = y if self.logit_scale == 1.0 else y * self.logit_scale

@@ -29,6 +29,7 @@ class Format:
     op: str = "linear"  # torch.ops.pyllm.<op> that multiplies
     quantizes: str = ""  # torch.ops.pyllm.<op> that turns x into what `op` multiplies; "": x as it is
     takes_e4m3: bool = False  # multiplies e4m3 rows with a scale each (`matmul_e4m3`), which a norm or an activation can give
+    granule: int = 0  # `matmul` heeds m.invariant where K and N are multiples of it; 0: never
 
     def tensors(self, weight: Weight) -> dict[str, Weight]:
         """attribute -> what to read, given the plain weight `[N, K]` (its parts, sharding and names)."""
@@ -61,6 +62,8 @@ class Dense(Format):
 
     dtype: torch.dtype | None = None
 
+    granule = 8
+
     def __post_init__(self) -> None:
         if self.dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"Dense: dtype is {self.dtype}, expected bfloat16, float16, float32 or None")
@@ -76,10 +79,10 @@ class Dense(Format):
         return {k: t if self.dtype is None else t.to(self.dtype) for k, t in tensors.items()}
 
     def matmul(self, m: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        w = m.weight
+        w, linear = m.weight, ops.invariant_linear if m.invariant else ops.linear
         if w.dtype == x.dtype:
-            return ops.linear(x, w, bias)
-        return ops.linear(x.to(w.dtype), w, None if bias is None else bias.to(w.dtype)).to(x.dtype)
+            return linear(x, w, bias)
+        return linear(x.to(w.dtype), w, None if bias is None else bias.to(w.dtype)).to(x.dtype)
 
     def experts(self, w13: Any, w2: Any, x: Tensor, ids: Tensor, weights: Tensor, act: str) -> Tensor:
         return ops.moe_experts(x.to(w13.weight.dtype), w13.weight, w2.weight, ids, weights, act).to(x.dtype)
@@ -99,6 +102,7 @@ class Fp8(Format):
     op = "linear_fp8"
     quantizes = "quantize_fp8"
     takes_e4m3 = True
+    granule = 16
 
     def tensors(self, weight: Weight) -> dict[str, Weight]:
         if weight.experts:
@@ -114,7 +118,8 @@ class Fp8(Format):
 
     def matmul_e4m3(self, m: Any, q: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         half = torch.bfloat16 if dtype == torch.float32 else dtype
-        return ops.linear_fp8(q, m.weight, scale, m.weight_scale, None if bias is None else bias.to(half), half).to(dtype)
+        linear = ops.invariant_linear_fp8 if m.invariant else ops.linear_fp8
+        return linear(q, m.weight, scale, m.weight_scale, None if bias is None else bias.to(half), half).to(dtype)
 
     def weight_bytes(self, n: int, k: int) -> int:
         return n * k + 4 * n

@@ -5,34 +5,22 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from pyllm.runtime.apart import apart
 from pyllm.runtime.batch import Batch
+from pyllm.runtime.checks import POOL_SHARE, DecoderSpec, check_deterministic, check_sizes, check_types
 from pyllm.runtime.draft import accepted
 from pyllm.runtime.graph import graph_sizes as default_sizes
 from pyllm.runtime.graph import token_sizes
 from pyllm.runtime.host import BlockPool
-from pyllm.runtime.kv import KvPool, SlotSizes, free_bytes, page_bytes, pool_pages
+from pyllm.runtime.kv import KvPool, free_bytes, page_bytes, pool_pages
 from pyllm.runtime.params import SamplingParams, id_tuple
 from pyllm.runtime.request import Request, check_order, new_request
 from pyllm.runtime.runner import Flight, Runner
-from pyllm.runtime.schedule import Chunk, Scheduler
-
-# Share of the free memory that the KV pool takes when no size is given: the rest is for activations, and a CPU's memory is everybody's.
-POOL_SHARE = {"cuda": 0.8, "cpu": 0.25}
-
-
-class DecoderSpec(Protocol):
-    """What the engine reads from a declaration (`pyllm.layers.Decoder`)."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_positions(self) -> int: ...
-    def kv_slots(self) -> Mapping[int, SlotSizes]: ...
+from pyllm.runtime.schedule import LOGIT_ROWS, Chunk, Scheduler
 
 
 class Engine:
@@ -49,6 +37,7 @@ class Engine:
     of the step before. graph_sizes: batch sizes of decode steps, captured as CUDA graphs on a GPU; None: chosen by max_batch there; [] off.
     mixed_sizes: the same for numbers of tokens of steps with prompts; None: up to 1024 where graph_sizes is not [].
     draft_len: guess so many tokens of each greedy request from what followed its last draft_ngram tokens before; runs without overlap.
+    deterministic: a request has the same bits in any company (docs/executor.md); on CUDA the module is bound with invariant=True.
     """
 
     def __init__(
@@ -76,16 +65,23 @@ class Engine:
         mixed_sizes: Sequence[int] | None = None,
         draft_len: int = 0,
         draft_ngram: int = 3,
+        deterministic: bool = False,
         progress: bool = False,
     ) -> None:
         sizes = {"max_batch": max_batch, "chunk": chunk, "page_size": page_size, "draft_ngram": draft_ngram}
-        _check_sizes(sizes, {"pages": pages, "max_tokens": max_tokens, "max_length": max_length})
+        check_sizes(sizes, {"pages": pages, "max_tokens": max_tokens, "max_length": max_length})
         self.spec, self.device, self.eos_ids = spec, torch.device(device), frozenset(id_tuple("Engine: eos_ids", eos_ids))
         kv_dtype = kv_dtype or dtype
-        _check_types(self.device, dtype, kv_dtype, weights)
+        check_types(self.device, dtype, kv_dtype, weights)
         from pyllm.layers import bind  # here: its modules import `Batch` from this package
 
-        module = bind(spec, weights, device=self.device, dtype=dtype) if isinstance(weights, Mapping) else weights  # type: ignore[arg-type]
+        cuda, most = self.device.type == "cuda", max_batch * (1 + draft_len) + chunk
+        of = {"device": self.device, "dtype": dtype, "invariant": deterministic}
+        module = bind(spec, weights, **of) if isinstance(weights, Mapping) else weights  # type: ignore[arg-type]
+        grid = min(chunk, LOGIT_ROWS) // page_size * page_size if deterministic else 0
+        if deterministic:
+            check_deterministic(spec, module, cuda, kv_dtype, page_size=page_size, chunk=chunk, reserve=reserve, draft_len=draft_len)
+            module = module if cuda else apart(module)
         self.dtype, self.max_batch, self.chunk, self.reserve = dtype, max_batch, chunk, reserve
         self.max_length = max_length or spec.max_positions
         if self.max_length > spec.max_positions:
@@ -94,7 +90,6 @@ class Engine:
         self.kv = KvPool(spec.kv_slots(), count, page_size, kv_dtype, self.device, kv_scales)
         self.pool = BlockPool(count)
         self._draft, self.drafted, self.accepted = (draft_len, draft_ngram), 0, 0  # guessed tokens, and how many of them were right
-        cuda, most = self.device.type == "cuda", max_batch * (1 + draft_len) + chunk
         if graph_sizes is None:
             graph_sizes = default_sizes(max_batch) if cuda else ()
         if mixed_sizes is None:
@@ -104,7 +99,7 @@ class Engine:
             decode_sizes=graph_sizes, mixed_sizes=mixed_sizes,
         )  # fmt: skip
         self._scheduler = Scheduler(
-            self.pool, self._runner.rows, page_size=page_size, max_batch=max_batch, chunk=chunk, reserve=reserve, reuse=reuse
+            self.pool, self._runner.rows, page_size=page_size, max_batch=max_batch, chunk=chunk, reserve=reserve, reuse=reuse, grid=grid
         )
         if cuda:
             self._runner.capture(progress)
@@ -282,18 +277,3 @@ class Engine:
             request.error = message
             self._finish(request, "error")
         self.pool.forget()
-
-
-def _check_sizes(sizes: Mapping[str, int], optional: Mapping[str, int | None]) -> None:
-    for name, value in {**sizes, **{n: v for n, v in optional.items() if v is not None}}.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"Engine: {name} is {value!r}, expected an integer, at least 1")
-
-
-def _check_types(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, weights: object) -> None:
-    if device.type not in POOL_SHARE:
-        raise ValueError(f"Engine: device is {device}, expected cpu or cuda")
-    if kv_dtype not in (dtype, torch.float8_e4m3fn):
-        raise ValueError(f"Engine: kv_dtype is {kv_dtype}, expected {dtype} like dtype, or torch.float8_e4m3fn")
-    if not isinstance(weights, Mapping) and not callable(weights):
-        raise ValueError(f"Engine: weights is {weights!r}, expected a mapping of tensors or a bound module")

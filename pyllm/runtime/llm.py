@@ -66,6 +66,7 @@ class LLM:
     device: None takes the GPU where pyllm's kernels run, else the CPU. dtype: "auto", "fp32", "bf16" or "fp16".
     max_batch_size: requests in a step. max_num_tokens: prompt tokens in a step (None: 8192 on a GPU, 512 on a CPU).
     max_seq_len: tokens of a request, prompt and output.
+    deterministic: the same prompt, parameters and seed give the same tokens bit for bit, whatever else is in the batch; slower.
     cuda_graph_config: None runs every step without a graph. watchdog_timeout: seconds a step may take until requests fail.
     Errors: ValueError or TypeError for an argument, MemoryError for a model or cache that does not fit, each one sentence.
     """
@@ -88,6 +89,7 @@ class LLM:
         scheduler_config: SchedulerConfig | None = None,
         cuda_graph_config: CudaGraphConfig | None = CudaGraphConfig(),  # noqa: B008 (frozen)
         speculative_config: NGramDecodingConfig | None = None,
+        deterministic: bool = False,
         disable_overlap_scheduler: bool = False,
         watchdog_timeout: float = 300.0,
         progress: bool = True,
@@ -103,7 +105,7 @@ class LLM:
             raise ValueError("LLM: a tokenizer is given beside skip_tokenizer_init=True; leave one of them out")
         given = None if dtype == "auto" else dtype
         parts = load_parts(model, weights=weights, tokenizer=tokenizer, device=device, dtype=given, load_format=load_format, quant=quant,
-                           progress=progress)  # fmt: skip
+                           invariant=deterministic, progress=progress)  # fmt: skip
         self.tokenizer, self._checkpoint = None if skip_tokenizer_init else parts.tokenizer, parts.checkpoint
         cuda, chunk = parts.device.type == "cuda", max_num_tokens or CHUNK[parts.device.type]
         self._engine = Engine(
@@ -127,6 +129,7 @@ class LLM:
             mixed_sizes=graphs.token_sizes(chunk) if graphs and cuda else [],
             draft_len=draft.max_draft_len if draft else 0,
             draft_ngram=draft.max_matching_ngram_size if draft else 1,
+            deterministic=deterministic,
             progress=progress,
         )
         self._loop = EngineLoop(self._engine, watchdog_timeout)

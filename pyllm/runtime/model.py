@@ -51,11 +51,12 @@ def load_parts(
     dtype: str | torch.dtype | None = None,
     load_format: str = "auto",
     quant: str | QuantPlan = (),
+    invariant: bool = False,
     progress: bool = True,
 ) -> Parts:
     """A path or a declaration with its weights (checkpoint name -> tensor), bound on the device. load_format="dummy": random weights.
 
-    quant: as in `bind`, or "fp8": all products but the head.
+    quant: as in `bind`, or "fp8": all products but the head. invariant: as in `bind`.
     """
     from pyllm.layers import Decoder, bind
     from pyllm.models import spec_from_config
@@ -82,7 +83,7 @@ def load_parts(
     plan = quant_plan(quant)
     _check_room(name, weight_bytes(spec, kind, plan), kind, where)
     with progress_bar(f"loading {name}", len(source), "tensors", progress) as advance:
-        module = bind(spec, source, quant=plan, device=where, dtype=kind, progress=advance)
+        module = bind(spec, source, quant=plan, device=where, dtype=kind, invariant=invariant, progress=advance)
     found = _tokenizer(tokenizer) if tokenizer is not None else checkpoint.tokenizer if checkpoint is not None else None
     return Parts(name, spec, module, where, kind, checkpoint, found, checkpoint.eos_ids if checkpoint is not None else ())
 

@@ -6,6 +6,9 @@ over several steps, so it never holds up those that generate. Requests wait in t
 Reserving (GUARANTEED_NO_EVICT): a request is admitted when the pool can hold all that it may ever need, so none gets stuck.
 Not reserving (MAX_UTILIZATION): it is admitted when its known tokens fit, and gets pages as it grows. When none is left, the request that
 would be admitted last gives back its pages and waits again; its tokens are computed anew as a prompt, what the prefix cache kept excepted.
+
+With a grid (the deterministic mode) prompts are cut at its multiples, in steps without decodes, and pages are shared by whole cells of it:
+what is computed for a token, and from what, is then a matter of its own request.
 """
 
 from __future__ import annotations
@@ -62,9 +65,19 @@ class Scheduler:
     """Queues, pages, rows and the choice of work; knows nothing of tensors."""
 
     def __init__(
-        self, pool: BlockPool, rows: Rows, *, page_size: int, max_batch: int, chunk: int, reserve: bool = True, reuse: bool = True
+        self,
+        pool: BlockPool,
+        rows: Rows,
+        *,
+        page_size: int,
+        max_batch: int,
+        chunk: int,
+        reserve: bool = True,
+        reuse: bool = True,
+        grid: int = 0,
     ) -> None:
-        self.pool, self.rows = pool, rows
+        """grid: 0, or a multiple of page_size, at most chunk and LOGIT_ROWS."""
+        self.pool, self.rows, self.grid = pool, rows, grid
         self.page_size, self.max_batch, self.chunk = page_size, max_batch, chunk
         self.reserve, self.reuse = reserve, reuse
         self.waiting: list[Request] = []
@@ -93,16 +106,21 @@ class Scheduler:
                 return Plan([], [], drafts)
         if not self._prefilling:  # the step that must be quick
             return Plan([r for r in held if r is not None], []) if held else None
-        decodes = [r for r in held if r is not None and r.decoding]
         chunks, budget = [], self.chunk
         for request in self._prefilling:
-            if budget:
-                count = min(request.target - request.computed, budget)
-                if request.params.prompt_logprobs is not None:
-                    count = min(count, LOGIT_ROWS)
+            count = self._chunk(request, budget)
+            if count:
                 chunks.append(Chunk(request, request.computed, count))
                 budget -= count
-        return Plan(decodes, chunks)
+        return Plan([] if self.grid else [r for r in held if r is not None and r.decoding], chunks)
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        """Tokens of a prompt that the step takes."""
+        count = request.target - request.computed
+        if self.grid:
+            count = min(count, self.grid - request.computed % self.grid)
+            return count if count <= budget else 0
+        return min(count, budget, LOGIT_ROWS if request.params.prompt_logprobs is not None else count)
 
     def _draft(self, request: Request, draft_len: int, draft_ngram: int) -> Chunk:
         """The last token and guesses: within the request's limit and its pages; put behind the known tokens, where they are no output."""
@@ -159,9 +177,13 @@ class Scheduler:
         need = need if self.reserve else min(need, target // self.page_size + 1)
         found = self.pool.allocate(0)
         if self.reuse and request.params.prompt_logprobs is None:
-            full = (target - 1) // self.page_size  # the last known token is computed in any case: its logits are wanted
+            cell = self.grid or self.page_size
+            full = (target - 1) // cell * cell // self.page_size  # the last known token is computed in any case: its logits are wanted
             extend_keys(request.keys, root_key(request.salt), request.tokens, full, self.page_size)
             found = self.pool.match(b"".join(request.keys[:full]))
+            whole = len(found) * self.page_size // cell * cell // self.page_size
+            self.pool.free(found[whole:])
+            found = found[:whole]
             if len(found) < full and request.keys[len(found)] in coming:
                 self.pool.free(found)
                 return None
@@ -193,6 +215,8 @@ class Scheduler:
 
     def name_pages(self, request: Request, stored: int) -> None:
         """Let the prefix cache know the full pages among the first `stored` tokens, which the host must know."""
+        if self.grid:
+            stored = min(stored, len(request.prompt_token_ids) // self.grid * self.grid)
         full = stored // self.page_size
         if self.reuse and 0 <= request.named < full:
             extend_keys(request.keys, root_key(request.salt), request.sync_tokens(), full, self.page_size)

@@ -94,7 +94,7 @@ class StepBuffers:
         a["seq_lens"][:b] = [*ends[:decodes], *(c.start + c.count for c in plan.drafts), *(c.request.target for c in plan.chunks)]
         a["rows"][:b] = [*(r.row for r in plan.decodes), *(c.request.row for c in chunks)]
         a["sampled_rows"][:n] = [r.row for r in requests]
-        max_q = max([1] * bool(decodes) + [c.count for c in chunks])
+        max_q = max([2, *(c.count for c in chunks)])  # 1 is a step of rows alone: another attention kernel, whose bits differ
         return PackedStep(packer.tokens, b, width, packer.rows, max_q, requests, sample_at, prompt_rows)
 
     def batch(self, step: PackedStep, rows: Rows, caches: Mapping[int, KvCache]) -> Batch:

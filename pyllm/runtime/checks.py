@@ -1,0 +1,58 @@
+"""What the engine asks of its arguments: one sentence for each that is wrong, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from pyllm.ops.attention import PREFILL_FP8_DIMS
+from pyllm.runtime.kv import SlotSizes
+
+# Share of the free memory that the KV pool takes when no size is given: the rest is for activations, and a CPU's memory is everybody's.
+POOL_SHARE = {"cuda": 0.8, "cpu": 0.25}
+
+
+class DecoderSpec(Protocol):
+    """What the engine reads from a declaration (`pyllm.layers.Decoder`)."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+    def kv_slots(self) -> Mapping[int, SlotSizes]: ...
+
+
+def check_sizes(sizes: Mapping[str, int], optional: Mapping[str, int | None]) -> None:
+    for name, value in {**sizes, **{n: v for n, v in optional.items() if v is not None}}.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"Engine: {name} is {value!r}, expected an integer, at least 1")
+
+
+def check_types(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, weights: object) -> None:
+    if device.type not in POOL_SHARE:
+        raise ValueError(f"Engine: device is {device}, expected cpu or cuda")
+    if kv_dtype not in (dtype, torch.float8_e4m3fn):
+        raise ValueError(f"Engine: kv_dtype is {kv_dtype}, expected {dtype} like dtype, or torch.float8_e4m3fn")
+    if not isinstance(weights, Mapping) and not callable(weights):
+        raise ValueError(f"Engine: weights is {weights!r}, expected a mapping of tensors or a bound module")
+
+
+def check_deterministic(
+    spec: DecoderSpec, module: object, cuda: bool, kv_dtype: torch.dtype, *, page_size: int, chunk: int, reserve: bool, draft_len: int
+) -> None:
+    """ValueError for what the deterministic mode does not go with."""
+    if not reserve:
+        raise ValueError(
+            "Engine: deterministic=True with reserve=False (MAX_UTILIZATION), which computes some requests anew, in other steps"
+        )
+    if draft_len:
+        raise ValueError("Engine: deterministic=True with guessing, expected one of them: guesses are verified in steps of more rows")
+    if chunk < page_size:
+        raise ValueError(f"Engine: chunk is {chunk}, expected at least a page of {page_size} tokens with deterministic=True")
+    if cuda and not getattr(module, "invariant", False):
+        raise ValueError("Engine: deterministic=True on CUDA with a module that was bound without invariant=True")
+    dims = {s.head_dim for s in spec.kv_slots().values()}
+    if cuda and kv_dtype == torch.float8_e4m3fn and not dims <= set(PREFILL_FP8_DIMS):
+        raise ValueError(f"Engine: deterministic=True with an fp8 cache of head dims {sorted(dims)}, expected some of {PREFILL_FP8_DIMS}")
