@@ -1,20 +1,32 @@
-"""A `tokenizers` pipeline from GGUF metadata: byte-level BPE, its split rule named by `tokenizer.ggml.pre`."""
+"""A `tokenizers` pipeline from GGUF metadata: byte-level BPE, its split rule named by `tokenizer.ggml.pre`, or SentencePiece."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from .errors import CheckpointError, show
 from .gguf_file import GgufFile
+from .gguf_spm import spm_spelling, spm_tokenizer
 
 CONTROL_TYPES = (2, 3)  # unknown and control tokens: special, left out of decoded text
 USER_TYPE = 4  # whole in the input like a special token, but part of decoded text
 MAX_ADDED = 100_000
 
-LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_SPLIT = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
+QWEN2_SPLIT = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+GPT4O_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _gpt2() -> Any:
@@ -25,16 +37,30 @@ def _smollm() -> Any:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
 
 
-def _llama3() -> Any:
-    split = pre_tokenizers.Split(Regex(LLAMA3_SPLIT), behavior="isolated", invert=False)
+def _regex(pattern: str) -> Any:
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-# Name to (split rule, whole words of the vocabulary skip the merges, a BOS is added unless the file says otherwise).
-PRE_TOKENIZERS: dict[str, tuple[Any, bool, bool]] = {
-    "gpt-2": (_gpt2, False, False),
-    "smollm": (_smollm, False, False),
-    "llama-bpe": (_llama3, True, True),
+@dataclass(frozen=True)
+class Pre:
+    """A split rule. `whole_words`: those of the vocabulary skip the merges. `bos`: one is added unless the file says otherwise."""
+
+    split: Callable[[], Any]
+    whole_words: bool = False
+    bos: bool = False
+    nfc: bool = False
+
+
+_LLAMA3 = Pre(partial(_regex, LLAMA3_SPLIT), whole_words=True, bos=True)
+PRE_TOKENIZERS: dict[str, Pre] = {
+    "gpt-2": Pre(_gpt2),
+    "smollm": Pre(_smollm),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": Pre(partial(_regex, QWEN2_SPLIT), nfc=True),
+    "gpt-4o": Pre(partial(_regex, GPT4O_SPLIT), whole_words=True),
 }
 
 
@@ -52,18 +78,22 @@ def _flag(file: GgufFile, name: str, default: bool) -> bool:
     return value
 
 
-def _model(file: GgufFile, tokens: list[str], ignore_merges: bool) -> models.BPE:
+def _vocab(file: GgufFile, tokens: list[str]) -> dict[str, int]:
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         twice = next(token for i, token in enumerate(tokens) if vocab[token] != i)
         raise CheckpointError(f"{file.path}: key 'tokenizer.ggml.tokens': {show(twice)} appears twice")
+    return vocab
+
+
+def _merges(file: GgufFile, vocab: dict[str, int]) -> list[tuple[str, str]]:
     merges: list[tuple[str, str]] = []
     for i, line in enumerate(_strings(file, "tokenizer.ggml.merges")):
         left, space, right = line.partition(" ")
         if not space or left not in vocab or right not in vocab or left + right not in vocab:
             raise CheckpointError(f"{file.path}: key 'tokenizer.ggml.merges': entry {i} {show(line)} does not join two tokens to a third")
         merges.append((left, right))
-    return models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges)
+    return merges
 
 
 def _add_marked_tokens(file: GgufFile, backend: Tokenizer, tokens: list[str]) -> None:
@@ -95,18 +125,38 @@ def _template(file: GgufFile, tokens: list[str], add_bos: bool) -> Any:
     return processors.TemplateProcessing(single=single, special_tokens=list(around.values()))
 
 
+def _byte_level(file: GgufFile, tokens: list[str], pre: Pre) -> Tokenizer:
+    vocab = _vocab(file, tokens)
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=_merges(file, vocab), ignore_merges=pre.whole_words))
+    if pre.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre.split()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
+    vocab = _vocab(file, tokens)
+    merges = _merges(file, vocab) if "tokenizer.ggml.merges" in file.metadata else None
+    return spm_tokenizer(file, tokens, vocab, merges, _flag(file, "add_space_prefix", True))
+
+
 def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     """The tokenizer that a GGUF file describes."""
     kind, pre = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre")
-    if kind != "gpt2":
-        raise CheckpointError(f"{file.path}: key 'tokenizer.ggml.model' is {show(kind)}, supported: gpt2 (byte-level BPE)")
-    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
-        raise CheckpointError(f"{file.path}: key 'tokenizer.ggml.pre' is {show(pre)}, supported: {' '.join(PRE_TOKENIZERS)}")
-    split, ignore_merges, add_bos = PRE_TOKENIZERS[pre]
     tokens = _strings(file, "tokenizer.ggml.tokens")
-    backend = Tokenizer(_model(file, tokens, ignore_merges))
-    backend.pre_tokenizer = split()
-    backend.decoder = decoders.ByteLevel()
+    if kind == "llama":
+        if pre not in (None, "default"):
+            raise CheckpointError(f"{file.path}: key 'tokenizer.ggml.pre' is {show(pre)}, supported for SentencePiece: default")
+        tokens = spm_spelling(tokens, file.metadata.get("general.architecture"))
+        backend, add_bos = _sentencepiece(file, tokens), True
+    elif kind == "gpt2":
+        if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+            raise CheckpointError(f"{file.path}: key 'tokenizer.ggml.pre' is {show(pre)}, supported: {' '.join(PRE_TOKENIZERS)}")
+        backend, add_bos = _byte_level(file, tokens, PRE_TOKENIZERS[pre]), PRE_TOKENIZERS[pre].bos
+    else:
+        known = "gpt2 (byte-level BPE) and llama (SentencePiece)"
+        raise CheckpointError(f"{file.path}: key 'tokenizer.ggml.model' is {show(kind)}, supported: {known}")
     _add_marked_tokens(file, backend, tokens)
     template = _template(file, tokens, add_bos)
     if template is not None:

@@ -247,7 +247,7 @@ def test_gguf_pre_tokenizers_and_flags(tmp_path: Path) -> None:
 def test_llama3_splits() -> None:
     from pyllm.load.gguf_tokenizer import PRE_TOKENIZERS
 
-    splitter = PRE_TOKENIZERS["llama-bpe"][0]()
+    splitter = PRE_TOKENIZERS["llama-bpe"].split()
     inverse = {b: c for c, b in BYTE_OF.items()}
     assert (inverse[32], inverse[10]) == ("\u0120", "\u010a")
     got = [piece for piece, _ in splitter.pre_tokenize_str("I'M 1234567 x's!!\n\n  end  ")]
@@ -255,7 +255,7 @@ def test_llama3_splits() -> None:
 
 
 BAD_KEYS: dict[str, tuple[dict[str, bytes | None], str]] = {
-    "model": ({"model": value(STRING, "llama")}, "key 'tokenizer.ggml.model' is 'llama', supported: gpt2"),
+    "model": ({"model": value(STRING, "bert")}, "key 'tokenizer.ggml.model' is 'bert', supported: gpt2"),
     "pre": ({"pre": value(STRING, "x")}, "key 'tokenizer.ggml.pre' is 'x', supported: gpt-2 smollm llama-bpe"),
     "no pre": ({"pre": None}, "key 'tokenizer.ggml.pre' is None"),
     "no tokens": ({"tokens": None}, "key 'tokenizer.ggml.tokens' is not an array of strings"),
