@@ -13,6 +13,7 @@ from pyllm.ops.moe import moe_experts, route_experts
 from pyllm.ops.norm import layer_norm, quantize_fp8, rms_norm
 from pyllm.ops.prefill import prefill_attention
 from pyllm.ops.rope import qk_norm_rope_append
+from pyllm.ops.rows import advance_rows
 from pyllm.ops.sampling import sample_tokens, token_logprobs
 from pyllm.ops.simple import simple_attention, variant_attention
 from pyllm.ops.skinny import skinny_linear
@@ -23,6 +24,7 @@ __all__ = [
     "act",
     "act_mul",
     "act_mul_fp8",
+    "advance_rows",
     "composed_attention",
     "decode_attention",
     "dense_linear",
