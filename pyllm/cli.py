@@ -1,4 +1,4 @@
-"""The `pyllm` command: generate, explain, plan, bench, env. A mistake of the user's is one line on stderr and exit code 2."""
+"""The `pyllm` command: generate, explain, plan, bench, inspect, env. A mistake of the user's is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from pyllm import cli_bench
+from pyllm import cli_bench, cli_inspect
 
 
 class Commands(TyperGroup):
@@ -125,6 +125,7 @@ def explain(
 
 app.add_typer(cli_bench.app, name="bench")
 app.command()(cli_bench.plan)
+app.command()(cli_inspect.inspect)
 
 
 @app.command()

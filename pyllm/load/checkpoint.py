@@ -99,7 +99,7 @@ class DirectoryCheckpoint(Checkpoint):
         self.config = config
         self.tensors = open_safetensors(path)
         self._generation = self._json("generation_config.json", MAX_CONFIG) or {}
-        self._tokenizer_config = self._json("tokenizer_config.json", MAX_TOKENIZER_CONFIG) or {}
+        self.tokenizer_config = self._json("tokenizer_config.json", MAX_TOKENIZER_CONFIG) or {}
         self.chat_template = self._read_template()
         self.eos_ids = self._special_ids("eos")
         self.bos_id = next(iter(self._special_ids("bos")), None)
@@ -125,7 +125,7 @@ class DirectoryCheckpoint(Checkpoint):
         return () if found is None else (found,)
 
     def _config_token(self, kind: str) -> str:
-        token = self._tokenizer_config.get(f"{kind}_token")
+        token = self.tokenizer_config.get(f"{kind}_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None and not isinstance(token, str):
             raise CheckpointError(f"{self.path / 'tokenizer_config.json'}: {kind}_token is {show(token)}, expected a string")
@@ -146,7 +146,7 @@ class DirectoryCheckpoint(Checkpoint):
                 return read_bytes(found, 4 * MAX_TEMPLATE).decode("utf-8")
             except UnicodeDecodeError as error:
                 raise CheckpointError(f"{found}: not UTF-8 at byte {error.start}") from None
-        template = self._tokenizer_config.get("chat_template")
+        template = self.tokenizer_config.get("chat_template")
         if isinstance(template, list):  # several named ones
             named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict) and isinstance(t.get("name"), str)}
             template = named.get("default")

@@ -203,6 +203,15 @@ class GgufFile(TensorMap):
         if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             raise r.fail(f"key 'general.alignment': {show(alignment)} is not a power of 2 within 8..{MAX_ALIGNMENT}")
         self._infos = _place(r, infos, alignment)
+        self.alignment, self.header_end, self.size = alignment, r.at, self._file.size
+
+    def gaps(self) -> int:
+        """Bytes before and between the tensors beyond what the alignment asks for: nothing reads them."""
+        hidden, at = 0, self.header_end
+        for info in sorted(self._infos.values(), key=lambda info: info.begin):
+            hidden += max(info.begin - -(-at // self.alignment) * self.alignment, 0)
+            at = info.begin + info.nbytes
+        return hidden
 
     def names(self) -> Mapping[str, Info]:
         return self._infos

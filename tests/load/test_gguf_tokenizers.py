@@ -1,4 +1,4 @@
-"""GGUF tokenizers of every kind, trained on a small text for the test, equal to transformers, and SentencePiece equal to its own library."""
+"""GGUF tokenizers of every kind, trained here on a small text, equal to transformers, and SentencePiece equal to its own library."""
 
 from __future__ import annotations
 
