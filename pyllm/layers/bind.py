@@ -14,6 +14,7 @@ from pyllm.layers.formats import QuantPlan
 from pyllm.layers.invariant import check_invariant
 from pyllm.layers.linear import check_plan
 from pyllm.layers.spec import Spec, Weight, need_sizes, path_of
+from pyllm.layers.stored import expand, stored_as
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STORED = (*DTYPES, torch.float64)
@@ -37,16 +38,18 @@ class Env:
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         wanted, short = name, name.removeprefix(f"{self.prefix}.")
-        name = short if name not in self.state and short in self.state else name
-        if name not in self.state:
+        names = stored_as(self.state, name)
+        names = stored_as(self.state, short) if names[0] not in self.state else names
+        if names[0] not in self.state:
             raise ValueError(f"checkpoint has no tensor {wanted!r}, which the declaration needs with shape {shape}")
-        first = name not in self.used
-        self.used.add(name)
-        t = self.state[name]
+        name, first = names[0], names[0] not in self.used
+        self.used.update(names)
+        t = expand(self.state, names, self.device)
         if tuple(t.shape) != shape:
             raise ValueError(f"checkpoint tensor {name!r} has shape {tuple(t.shape)}, the declaration expects {shape}")
         if self.progress and first:  # several parts may be rows of one tensor
-            self.progress(name)
+            for stored in names:
+                self.progress(stored)
         return t
 
     def read(self, weight: Weight, path: str) -> Tensor:
@@ -98,6 +101,7 @@ def bind(
     invariant=True: on CUDA the bits of a token's logits depend on its own sequence alone (`pyllm.ops.invariant`), nothing is fused, and
     what has no such kernel is refused; on a CPU it changes nothing.
     progress: called with each checkpoint name as it is read.
+    What is stored quantized in a way that `pyllm.layers.stored` knows is expanded as it is read.
     Errors (ValueError): a tensor that is missing, one that nobody asked for (strict; the spec's `ignore` globs excepted), a shape that
     disagrees
     with the declaration, a `tp` that does not fit, parts of one GEMM with different formats. Each names the tensor.

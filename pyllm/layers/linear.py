@@ -28,7 +28,8 @@ class StackedWeight(Weight):
         return (self.experts, rows) if self.cols is None else (self.experts, self.cols, rows)
 
     def load(self, get: Callable[[str, tuple[int, ...]], Tensor], path: str, rank: int, tp: int) -> Tensor:
-        read = {n: get(n, self.shape(p)) for n, p in zip(self.sources(path), self.parts, strict=True)}
+        parts = dict(zip(self.sources(path), self.parts, strict=True))
+        read = {name: get(name, self.shape(part)) for name, part in parts.items()}  # gate and up may be one tensor: read once
         one = Weight(self.parts, self.cols, self.shard, self.suffix, transform=self.transform)
 
         def expert(e: int) -> Tensor:

@@ -1,0 +1,65 @@
+"""Tensors that a checkpoint stores quantized, expanded as `bind` reads them: MXFP4 (gpt-oss), e4m3 in blocks (DeepSeek-V3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+BLOCK = 128  # rows and columns that share a scale of e4m3
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 without its sign
+
+
+def stored_as(state: Mapping[str, Tensor], name: str) -> tuple[str, ...]:
+    """The tensors of `state` that the tensor `name` is made from; itself where it is stored plain or not at all.
+
+    MXFP4: `{name}_blocks` and `{name}_scales`. e4m3 blocks: itself and `{name}_scale_inv`.
+    """
+    if name not in state and f"{name}_blocks" in state:
+        return f"{name}_blocks", f"{name}_scales"
+    return (name, f"{name}_scale_inv") if f"{name}_scale_inv" in state else (name,)
+
+
+def expand(state: Mapping[str, Tensor], names: tuple[str, ...], device: torch.device | str = "cpu") -> Tensor:
+    """The plain tensor of `stored_as`'s names; one that had to be expanded is made on `device`.
+
+    Errors (ValueError): what is missing, or has another shape or type."""
+    missing = [n for n in names if n not in state]
+    if missing:
+        raise ValueError(f"checkpoint has {names[0]!r} but no tensor {missing[0]!r}, without which it cannot be expanded")
+    if len(names) == 1:
+        return state[names[0]]
+    return (expand_mxfp4 if names[0].endswith("_blocks") else expand_fp8)(*names, *(state[n].to(device) for n in names))
+
+
+def expand_mxfp4(name: str, scales_name: str, blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks uint8 `[E, rows, G, 16]`: 32 inputs of a row, two e2m1 to a byte, the lower four bits first; scales uint8 `[E, rows, G]`:
+    their exponents + 127. Gives what gpt-oss stores unquantized, bf16 `[E, inputs, rows]`: exact, but for products past bf16's range.
+    """
+    if blocks.dtype != torch.uint8 or blocks.dim() != 4 or blocks.shape[-1] != 16:
+        raise ValueError(f"checkpoint tensor {name!r} is {blocks.dtype} {tuple(blocks.shape)}, expected uint8 [E, rows, G, 16]")
+    if scales.dtype != torch.uint8 or scales.shape != blocks.shape[:-1]:
+        want = tuple(blocks.shape[:-1])
+        raise ValueError(f"checkpoint tensor {scales_name!r} is {scales.dtype} {tuple(scales.shape)}, expected uint8 {want}")
+    if (scales == 255).any():
+        raise ValueError(f"checkpoint tensor {scales_name!r} holds 255, the scale that is no number")
+    values = torch.tensor([*FP4, *(-v for v in FP4)])
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1).to(blocks.device)  # of a byte
+    experts, rows, groups, _ = blocks.shape
+    out = torch.empty(experts, groups * 32, rows, dtype=torch.bfloat16, device=blocks.device)
+    for e in range(experts):  # indices take 4 bytes a byte: of one expert at a time
+        x = pairs[blocks[e].int()].view(rows, groups, 32)
+        out[e] = torch.ldexp(x, scales[e].int()[..., None] - 127).view(rows, -1).T
+    return out
+
+
+def expand_fp8(name: str, scales_name: str, weight: Tensor, scales: Tensor) -> Tensor:
+    """weight e4m3 `[N, K]`, scales fp32 `[ceil(N / 128), ceil(K / 128)]`, a factor for each block of 128 x 128 -> fp32 `[N, K]`."""
+    want = tuple(-(-n // BLOCK) for n in weight.shape)
+    if weight.dtype != torch.float8_e4m3fn or weight.dim() != 2:
+        raise ValueError(f"checkpoint tensor {name!r} is {weight.dtype} {tuple(weight.shape)}, expected float8_e4m3fn [N, K] with scales")
+    if not scales.is_floating_point() or tuple(scales.shape) != want:
+        raise ValueError(f"checkpoint tensor {scales_name!r} is {scales.dtype} {tuple(scales.shape)}, expected floats {want}")
+    factors = scales.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return weight.float() * factors[: weight.shape[0], : weight.shape[1]]
