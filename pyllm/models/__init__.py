@@ -9,9 +9,11 @@ from typing import Any
 from pyllm.layers import Decoder
 from pyllm.models.cohere import cohere
 from pyllm.models.cohere2 import cohere2
-from pyllm.models.defaults import DEFAULTS, NAMES
+from pyllm.models.deepseek import deepseek_v2, deepseek_v3
+from pyllm.models.defaults import DEFAULTS
 from pyllm.models.exaone4 import exaone4
 from pyllm.models.falcon import falcon
+from pyllm.models.fields import NAMES
 from pyllm.models.gemma import gemma
 from pyllm.models.gemma2 import gemma2
 from pyllm.models.gemma3 import gemma3
@@ -47,6 +49,8 @@ REGISTRY: dict[str, Callable[[SimpleNamespace], Decoder]] = {
     "Gemma3ForCausalLM": gemma3,
     "CohereForCausalLM": cohere,
     "Cohere2ForCausalLM": cohere2,
+    "DeepseekV2ForCausalLM": deepseek_v2,
+    "DeepseekV3ForCausalLM": deepseek_v3,
     "Exaone4ForCausalLM": exaone4,
     "FalconForCausalLM": falcon,
     "GlmForCausalLM": glm,
@@ -86,6 +90,8 @@ __all__ = [
     "REGISTRY",
     "cohere",
     "cohere2",
+    "deepseek_v2",
+    "deepseek_v3",
     "exaone4",
     "falcon",
     "gemma",

@@ -1,5 +1,4 @@
-"""What a config.json leaves to its architecture: `DEFAULTS` of fields that a file may omit, `NAMES` of fields called otherwise,
-`REFUSED`: flags that must be off."""
+"""What a config.json leaves to its architecture: fields that a file may omit, and what that means."""
 
 from __future__ import annotations
 
@@ -15,6 +14,14 @@ _GLM: dict[str, Any] = {
     "rms_norm_eps": 1.5625e-7,
     "attention_bias": True,
     "partial_rotary_factor": 0.5,
+}
+_MLA: dict[str, Any] = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_layer_freq": 1,
 }
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -171,6 +178,37 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 4,
         "layer_types": None,
     },
+    "DeepseekV2ForCausalLM": _MLA
+    | {
+        "num_experts": 64,
+        "moe_intermediate_size": 1407,
+        "num_experts_per_tok": None,
+        "n_shared_experts": 2,
+        "n_group": None,
+        "topk_group": None,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0,
+        "mlp_bias": False,
+    },
+    "DeepseekV3ForCausalLM": _MLA
+    | {
+        "max_position_embeddings": 4096,
+        "num_experts": 256,
+        "moe_intermediate_size": 2048,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "rope_interleave": True,
+    },
     "FalconForCausalLM": {
         "tie_word_embeddings": True,
         "hidden_act": "gelu",
@@ -232,39 +270,3 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 """What a field that config.json leaves out means: published Gemma 2 files do not say that their head is tied."""
-
-NAMES: dict[str, dict[str, str]] = {
-    "GPT2LMHeadModel": {
-        "n_embd": "hidden_size",
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_inner": "intermediate_size",
-        "n_positions": "max_position_embeddings",
-        "activation_function": "hidden_act",
-        "layer_norm_epsilon": "layer_norm_eps",
-    },
-    "GPTNeoXForCausalLM": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
-    "GptOssForCausalLM": {"experts_per_token": "num_experts_per_tok", "initial_context_length": "original_max_position_embeddings"},
-    "FalconForCausalLM": {
-        "num_kv_heads": "num_key_value_heads",
-        "ffn_hidden_size": "intermediate_size",
-        "activation": "hidden_act",
-        "layer_norm_epsilon": "layer_norm_eps",
-        "bias": "use_bias",
-    },
-    "NemotronForCausalLM": {"norm_eps": "layer_norm_eps"},
-    "Starcoder2ForCausalLM": {"norm_epsilon": "layer_norm_eps"},
-}
-"""What an architecture's config.json calls a field that has a canonical name."""
-
-REFUSED = {
-    "use_bidirectional_attention": "a causal decoder",
-    "is_encoder_decoder": "a causal decoder",
-    "add_cross_attention": "a decoder without an encoder",
-    "qk_layernorm": "q and k without a LayerNorm for each head",
-    "use_qk_norm": "q and k without a LayerNorm for each head",
-    "alibi": "rotary positions",
-    "apply_residual_connection_post_layernorm": "a residual that is taken before the norm",
-    "rope_interleaved": "a checkpoint whose rotary pairs are the halves of a head",
-}
-"""Flags that must be off or absent, but for the architectures that have them in their defaults, and what is expected."""

@@ -1,4 +1,4 @@
-"""gpt-oss: a window in every other layer, a sink for each head, biases, experts with a clamped SwiGLU, stacked and interleaved (bf16)."""
+"""gpt-oss: a window in every other layer, a sink for each head, biases, experts with a clamped SwiGLU, stacked and interleaved."""
 
 from __future__ import annotations
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from pyllm.layers import MoE, Yarn
+from pyllm.layers import MoE, Yarn, bind
+from pyllm.layers.stored import expand_mxfp4
 from pyllm.models import spec_from_config
 from tests.models import oracle
+from tests.models.paged import Paged
 
 pytest.importorskip("transformers")
 
@@ -42,6 +45,34 @@ def test_two_ranks_and_separate_ops(name: str) -> None:
     oracle.check_two_ranks_and_separate_ops(oracle.make(name, *CASES[name]))
 
 
+def packed(name: str) -> oracle.Made:
+    """The published form: experts as MXFP4, whose values the oracle has plain, as transformers expands them."""
+    model, config, state = oracle.make(name, *CASES[name])
+    for key in [k for k in state if k.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, rows = state[key].shape
+        blocks = torch.randint(0, 256, (experts, rows, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(122, 126, blocks.shape[:-1], dtype=torch.uint8)
+        state[key].copy_(expand_mxfp4("b", "s", blocks, scales))
+        del state[key]
+        state |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+    return model, config | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}}, state
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("length", [1, 17, 33])
+def test_mxfp4_prefill(name: str, length: int) -> None:
+    model, config, state = packed(name)
+    spec = spec_from_config(config)
+    ids = torch.arange(length) % config["vocab_size"]
+    oracle.assert_logits(bind(spec, state)(Paged(spec, 1, length).step([ids])), oracle.expected(model, ids))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss-tight-clamp"])
+def test_mxfp4_chunks_and_two_ranks(name: str) -> None:
+    oracle.check_ragged_chunks_and_decode(packed(name))
+    oracle.check_two_ranks_and_separate_ops(packed(name))
+
+
 def test_what_files_leave_out() -> None:
     spec = spec_from_config(FILE)
     moe, (_, first), (_, second) = spec.subs[1].body, *spec.attns()[:2]
@@ -64,7 +95,7 @@ def test_published_fields() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config is set"),
+    [({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is set .quant_method 'gptq'.; stored quantized only mxfp4"),
      ({"experts_per_token": 4, "num_experts_per_tok": 2}, "experts_per_token is 4, but num_experts_per_tok is 2"),
      ({"swiglu_limit": None}, "swiglu_limit is None, expected a positive number"),
      ({"swiglu_limit": -1}, "swiglu_limit is -1, expected a positive number")],
