@@ -16,6 +16,7 @@ _NAMES = {
     "KvCacheConfig": "config",
     "SchedulerConfig": "config",
     "CudaGraphConfig": "config",
+    "DraftTargetDecodingConfig": "config",
     "NGramDecodingConfig": "config",
 }
 __all__ = ["__version__", *_SUBMODULES, *_NAMES]

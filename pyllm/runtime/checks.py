@@ -56,3 +56,15 @@ def check_deterministic(
     dims = {s.head_dim for s in spec.kv_slots().values()}
     if cuda and kv_dtype == torch.float8_e4m3fn and not dims <= set(PREFILL_FP8_DIMS):
         raise ValueError(f"Engine: deterministic=True with an fp8 cache of head dims {sorted(dims)}, expected some of {PREFILL_FP8_DIMS}")
+
+
+def check_draft(spec: DecoderSpec, draft: DecoderSpec, max_length: int, draft_len: int) -> None:
+    """ValueError for a second model that cannot guess for the first."""
+    if draft.vocab_size != spec.vocab_size:
+        raise ValueError(
+            f"Engine: the draft model has {draft.vocab_size} tokens, expected the {spec.vocab_size} of the model it guesses for"
+        )
+    if draft.max_positions < max_length:
+        raise ValueError(f"Engine: the draft model has {draft.max_positions} positions, expected max_length={max_length} or more")
+    if draft_len < 1:
+        raise ValueError(f"Engine: draft_len is {draft_len}, expected at least 1 with a draft_model")

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 from pyllm.runtime.graph import graph_sizes
 from pyllm.runtime.kv import PAGE_SIZES
 from pyllm.runtime.refuse import Checked
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pyllm.layers import Decoder
+    from pyllm.layers.formats import QuantPlan
 
 POLICIES = ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION")
 
@@ -128,3 +135,28 @@ class NGramDecodingConfig(_Config):
         self._need("max_draft_len", type(self.max_draft_len) is int and 1 <= self.max_draft_len <= 7, "an integer from 1 to 7")
         size = self.max_matching_ngram_size
         self._need("max_matching_ngram_size", type(size) is int and size >= 1, "an integer, at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftTargetDecodingConfig(_Config):
+    """Guess up to max_draft_len tokens as speculative_model, a smaller model of the same vocabulary, goes on; verify them in one step.
+
+    speculative_model, weights, load_format, quant: as model, weights, load_format and quant of `LLM`. Steps in which all requests are
+    greedy guess; the host then waits for each step. Its cache, of the model's dtype, takes its share of the pool.
+    """
+
+    speculative_model: str | Path | Decoder
+    max_draft_len: int = 4
+    weights: Mapping[str, Tensor] | None = None
+    load_format: str = "auto"
+    quant: str | QuantPlan = ()
+
+    HINTS: ClassVar[dict[str, str]] = {
+        "speculative_model_dir": "use speculative_model",
+        "max_total_draft_tokens": "guesses are one chain of max_draft_len tokens",
+        "draft_len_schedule": "max_draft_len is constant",
+        "max_concurrency": "steps guess whenever all their requests are greedy",
+    }
+
+    def __post_init__(self) -> None:
+        self._need("max_draft_len", type(self.max_draft_len) is int and 1 <= self.max_draft_len <= 7, "an integer from 1 to 7")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pyllm.runtime.apart import apart
 from pyllm.runtime.batch import Batch
-from pyllm.runtime.checks import POOL_SHARE, DecoderSpec, check_deterministic, check_sizes, check_types
-from pyllm.runtime.draft import accepted
+from pyllm.runtime.checks import POOL_SHARE, DecoderSpec, check_deterministic, check_draft, check_sizes, check_types
+from pyllm.runtime.draft import DraftModel, accepted, by_lookup
 from pyllm.runtime.graph import graph_sizes as default_sizes
 from pyllm.runtime.graph import token_sizes
 from pyllm.runtime.host import BlockPool
@@ -36,7 +36,8 @@ class Engine:
     known prefixes. overlap: launch a step before the tokens of the one before are read (None: on a GPU); `step` then returns the requests
     of the step before. graph_sizes: batch sizes of decode steps, captured as CUDA graphs on a GPU; None: chosen by max_batch there; [] off.
     mixed_sizes: the same for numbers of tokens of steps with prompts; None: up to 1024 where graph_sizes is not [].
-    draft_len: guess so many tokens of each greedy request from what followed its last draft_ngram tokens before; runs without overlap.
+    draft_len: guess so many tokens of each greedy request from what followed its last draft_ngram tokens before, or with draft_model, a
+    second (declaration, weights or bound module) of the same vocabulary, what that one would say; runs without overlap.
     deterministic: a request has the same bits in any company (docs/executor.md); on CUDA the module is bound with invariant=True.
     """
 
@@ -65,6 +66,7 @@ class Engine:
         mixed_sizes: Sequence[int] | None = None,
         draft_len: int = 0,
         draft_ngram: int = 3,
+        draft_model: tuple[DecoderSpec, Mapping[str, Tensor] | Callable[[Batch], Tensor]] | None = None,
         deterministic: bool = False,
         progress: bool = False,
     ) -> None:
@@ -73,11 +75,8 @@ class Engine:
         self.spec, self.device, self.eos_ids = spec, torch.device(device), frozenset(id_tuple("Engine: eos_ids", eos_ids))
         kv_dtype = kv_dtype or dtype
         check_types(self.device, dtype, kv_dtype, weights)
-        from pyllm.layers import bind  # here: its modules import `Batch` from this package
-
         cuda, most = self.device.type == "cuda", max_batch * (1 + draft_len) + chunk
-        of = {"device": self.device, "dtype": dtype, "invariant": deterministic}
-        module = bind(spec, weights, **of) if isinstance(weights, Mapping) else weights  # type: ignore[arg-type]
+        module = self._bound(spec, weights, dtype, deterministic)
         grid = min(chunk, LOGIT_ROWS) // page_size * page_size if deterministic else 0
         if deterministic:
             check_deterministic(spec, module, cuda, kv_dtype, page_size=page_size, chunk=chunk, reserve=reserve, draft_len=draft_len)
@@ -86,38 +85,54 @@ class Engine:
         self.max_length = max_length or spec.max_positions
         if self.max_length > spec.max_positions:
             raise ValueError(f"Engine: max_length is {max_length}, expected at most the model's context of {spec.max_positions}")
-        count = self._pages(pages, max_tokens, memory_share, spare_bytes, page_size, kv_dtype)
+        stored = [(spec, kv_dtype)] if draft_model is None else [(spec, kv_dtype), (draft_model[0], dtype)]
+        page = sum(page_bytes(s.kv_slots(), page_size, kind) for s, kind in stored)
+        count = self._pages(pages, max_tokens, memory_share, spare_bytes, page_size, page)
         self.kv = KvPool(spec.kv_slots(), count, page_size, kv_dtype, self.device, kv_scales)
         self.pool = BlockPool(count)
-        self._draft, self.drafted, self.accepted = (draft_len, draft_ngram), 0, 0  # guessed tokens, and how many of them were right
+        self.drafted, self.accepted = 0, 0  # guessed tokens, and how many of them were right
+        draft = None
+        if draft_model is not None:
+            check_draft(spec, draft_model[0], self.max_length, draft_len)
+            caches = KvPool(draft_model[0].kv_slots(), count, page_size, dtype, self.device).caches
+            draft = DraftModel(self._bound(*draft_model, dtype, False), caches, page_size, self.max_length, draft_len)
         if graph_sizes is None:
             graph_sizes = default_sizes(max_batch) if cuda else ()
         if mixed_sizes is None:
-            mixed_sizes = token_sizes(most, spec.kv_slots(), dtype, kv_dtype, page_size) if cuda and graph_sizes else ()
+            each = [token_sizes(most, s.kv_slots(), dtype, kind, page_size) for s, kind in stored] if cuda and graph_sizes else [()]
+            mixed_sizes = min(each, key=len)
         self._runner = Runner(
             module, self.kv, vocab=spec.vocab_size, max_batch=max_batch, max_length=self.max_length, max_tokens=most,
-            decode_sizes=graph_sizes, mixed_sizes=mixed_sizes,
+            decode_sizes=graph_sizes, mixed_sizes=mixed_sizes, draft=draft,
         )  # fmt: skip
         self._scheduler = Scheduler(
             self.pool, self._runner.rows, page_size=page_size, max_batch=max_batch, chunk=chunk, reserve=reserve, reuse=reuse, grid=grid
         )
         if cuda:
             self._runner.capture(progress)
+        self._propose = None if not draft_len else self._runner.guess if draft else by_lookup(draft_len, draft_ngram)
         self.overlap = (cuda if overlap is None else overlap) and not draft_len
         self._flights, self._next_id, self._vocab = deque[Flight](), 0, spec.vocab_size
         self.steps, self.host_seconds = 0, 0.0  # of launched steps: the time in which the host did not wait for the device
 
-    def _pages(
-        self, pages: int | None, max_tokens: int | None, share: float | None, spare_bytes: int, page_size: int, kv_dtype: torch.dtype
-    ) -> int:
-        """Of the pool, the dummy page included."""
+    def _bound(
+        self, spec: DecoderSpec, weights: Mapping[str, Tensor] | Callable[[Batch], Tensor], dtype: torch.dtype, invariant: bool
+    ) -> Callable[[Batch], Tensor]:
+        if not isinstance(weights, Mapping):
+            return weights
+        from pyllm.layers import bind  # here: its modules import `Batch` from this package
+
+        return bind(spec, weights, device=self.device, dtype=dtype, invariant=invariant)  # type: ignore[arg-type]
+
+    def _pages(self, pages: int | None, max_tokens: int | None, share: float | None, spare_bytes: int, page_size: int, page: int) -> int:
+        """Of the pool, the dummy page included; page: bytes of one."""
         if pages is not None and max_tokens is not None:
             raise ValueError(f"Engine: pages={pages} and max_tokens={max_tokens} both size the KV pool, expected one of them")
         most = None
         if share is not None or max_tokens is None:
             most = int(max(free_bytes(self.device) - spare_bytes, 0) * (share or POOL_SHARE[self.device.type]))
         contexts = self.max_batch * -(-self.max_length // page_size) * page_size
-        return pages or pool_pages(max_tokens or contexts, page_size, page_bytes(self.spec.kv_slots(), page_size, kv_dtype), most)
+        return pages or pool_pages(max_tokens or contexts, page_size, page, most)
 
     @property
     def has_work(self) -> bool:
@@ -176,7 +191,7 @@ class Engine:
         """Launch a step and read a launched one; the requests that got a token or ended in what was read. [] when nothing was read."""
         start, waited = time.perf_counter(), 0.0
         moved: list[Request] = []
-        plan = self._scheduler.schedule(*self._draft if self._draft[0] and self._runner.traits.plain else ())
+        plan = self._scheduler.schedule(self._propose if self._runner.traits.plain else None)
         if plan is not None:
             self._flights.append(self._runner.launch(plan))
             self._scheduler.launched(plan)
@@ -186,7 +201,7 @@ class Engine:
         under_way = int(plan is not None and self.overlap and not self._runner.traits.waits)
         while len(self._flights) > under_way:
             waited += self._read(moved)
-        self.host_seconds += time.perf_counter() - start - waited
+        self.host_seconds += time.perf_counter() - start - waited - self._runner.take_guess_seconds()
         return moved
 
     def run(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyllm.runtime.config import CudaGraphConfig, KvCacheConfig, NGramDecodingConfig, SchedulerConfig
+from pyllm.runtime.config import CudaGraphConfig, DraftTargetDecodingConfig, KvCacheConfig, NGramDecodingConfig, SchedulerConfig
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.loop import EngineLoop
 from pyllm.runtime.memory import activation_bytes
@@ -88,7 +88,7 @@ class LLM:
         kv_cache_config: KvCacheConfig | None = None,
         scheduler_config: SchedulerConfig | None = None,
         cuda_graph_config: CudaGraphConfig | None = CudaGraphConfig(),  # noqa: B008 (frozen)
-        speculative_config: NGramDecodingConfig | None = None,
+        speculative_config: NGramDecodingConfig | DraftTargetDecodingConfig | None = None,
         deterministic: bool = False,
         disable_overlap_scheduler: bool = False,
         watchdog_timeout: float = 300.0,
@@ -99,7 +99,7 @@ class LLM:
         kv = _of_type("kv_cache_config", kv_cache_config, KvCacheConfig) or KvCacheConfig()
         scheduler = _of_type("scheduler_config", scheduler_config, SchedulerConfig) or SchedulerConfig()
         graphs = _of_type("cuda_graph_config", cuda_graph_config, CudaGraphConfig)
-        draft = _of_type("speculative_config", speculative_config, NGramDecodingConfig)
+        draft = _of_type("speculative_config", speculative_config, NGramDecodingConfig, DraftTargetDecodingConfig)
         _check_numbers(watchdog_timeout, max_num_tokens)
         if skip_tokenizer_init and tokenizer is not None:
             raise ValueError("LLM: a tokenizer is given beside skip_tokenizer_init=True; leave one of them out")
@@ -108,6 +108,11 @@ class LLM:
                            invariant=deterministic, progress=progress)  # fmt: skip
         self.tokenizer, self._checkpoint = None if skip_tokenizer_init else parts.tokenizer, parts.checkpoint
         cuda, chunk = parts.device.type == "cuda", max_num_tokens or CHUNK[parts.device.type]
+        second = None
+        if isinstance(draft, DraftTargetDecodingConfig):
+            second = load_parts(draft.speculative_model, weights=draft.weights, device=parts.device, dtype=parts.dtype,
+                                load_format=draft.load_format, quant=draft.quant, progress=progress)  # fmt: skip
+        loaded = [p for p in (parts, second) if p is not None]
         self._engine = Engine(
             parts.spec,
             parts.module,
@@ -116,7 +121,7 @@ class LLM:
             page_size=kv.tokens_per_block,
             max_tokens=kv.max_tokens,
             memory_share=kv.free_gpu_memory_fraction if cuda else None,
-            spare_bytes=activation_bytes(parts, chunk, max_batch_size, kv.tokens_per_block) if cuda else 0,
+            spare_bytes=max(activation_bytes(p, chunk, max_batch_size, kv.tokens_per_block) for p in loaded) if cuda else 0,
             max_batch=max_batch_size,
             chunk=chunk,
             max_length=max_seq_len,
@@ -128,7 +133,8 @@ class LLM:
             graph_sizes=graphs.sizes(max_batch_size) if graphs and cuda else [],
             mixed_sizes=graphs.token_sizes(chunk) if graphs and cuda else [],
             draft_len=draft.max_draft_len if draft else 0,
-            draft_ngram=draft.max_matching_ngram_size if draft else 1,
+            draft_ngram=draft.max_matching_ngram_size if isinstance(draft, NGramDecodingConfig) else 1,
+            draft_model=(second.spec, second.module) if second else None,
             deterministic=deterministic,
             progress=progress,
         )
@@ -197,7 +203,7 @@ class LLM:
         e = self._engine
         pages = {"used_pages": e.pool.used, "cached_pages": e.pool.cached, "free_pages": e.pool.free_pages, "total_pages": e.pool.total}
         queues = {"running": len(e.running), "waiting": len(e.waiting), "preemptions": e.preemptions}
-        drafts = {"drafted_tokens": e.drafted, "accepted_tokens": e.accepted}
+        drafts = {"drafted_tokens": e.drafted, "accepted_tokens": e.accepted, "acceptance_rate": e.accepted / max(e.drafted, 1)}
         return {**queues, **pages, **drafts, "steps": e.steps, "host_seconds_per_step": e.host_seconds / max(e.steps, 1)}
 
     def shutdown(self) -> None:
@@ -283,7 +289,7 @@ def _check_numbers(watchdog_timeout: Any, max_num_tokens: Any) -> None:
         raise ValueError(f"LLM: max_num_tokens is {max_num_tokens!r}, expected None or an integer, at least 1")
 
 
-def _of_type(name: str, value: Any, kind: type) -> Any:
-    if value is not None and not isinstance(value, kind):
-        raise ValueError(f"LLM: {name} is {value!r}, expected a {kind.__name__}")
+def _of_type(name: str, value: Any, *kinds: type) -> Any:
+    if value is not None and not isinstance(value, kinds):
+        raise ValueError(f"LLM: {name} is {value!r}, expected a {' or '.join(k.__name__ for k in kinds)}")
     return value

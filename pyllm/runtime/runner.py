@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pyllm.ops.sampling import sample_tokens
 from pyllm.runtime.batch import Batch
+from pyllm.runtime.draft import DraftModel
 from pyllm.runtime.graph import Graphs, check_sizes
 from pyllm.runtime.kv import KvPool
 from pyllm.runtime.request import Request
@@ -56,22 +59,27 @@ class Runner:
         max_tokens: int,
         decode_sizes: Sequence[int],
         mixed_sizes: Sequence[int],
+        draft: DraftModel | None = None,
     ) -> None:
         max_pages = min(-(-max_length // kv.page_size), kv.pages - 1)  # no request can hold more than the pool has
         room: dict[str, Any] = {"max_batch": max_batch, "max_pages": max_pages, "page_size": kv.page_size, "device": kv.device}
-        self._module, self._kv, self.rows = module, kv, Rows(**room)
+        self._module, self._kv, self.rows = draft.beside(module) if draft else module, kv, Rows(**room)
+        self._draft, self._guess_seconds = draft, 0.0
         self._buffers = StepBuffers(max_tokens=max_tokens, pages=kv.pages, vocab=vocab, **room)
         self._shaper = Shaper(max_batch=max_batch, vocab=vocab, device=kv.device)
         self.decode_sizes = check_sizes("graph_sizes", sorted(decode_sizes), max_batch)
         mixed_sizes = check_sizes("mixed_sizes", mixed_sizes, max_tokens)
         self.mixed_sizes = sorted({(t, min(t, b, max_batch)) for t in mixed_sizes for b in (FEW, max_batch)})
-        self.graphs = Graphs({"tokens": self._tokens, "logits": self._logits, "move_on": self._move_on, "mixed": self._padded}, kv.device)
+        kinds = {"tokens": self._tokens, "logits": self._logits, "move_on": self._move_on, "mixed": self._padded, "guess": self._guess}
+        self.graphs = Graphs(kinds, kv.device)
         self._traits, self._version = Traits(), -1
         self._side = torch.cuda.Stream(kv.device) if kv.device.type == "cuda" else None
 
     def capture(self, progress: bool) -> None:
         mixed = [("mixed", size) for size in reversed(self.mixed_sizes)]
         decode = [(kind, n) for n in reversed(self.decode_sizes) for kind in ("logits", "move_on", "tokens")]
+        if self._draft:
+            decode += [("guess", n) for n in reversed(self.decode_sizes)]
         if mixed or decode:
             self.graphs.capture([*mixed, *decode], progress)
 
@@ -91,6 +99,25 @@ class Runner:
                 flight.done = torch.cuda.Event()
                 flight.done.record(torch.cuda.current_stream(self._kv.device))
             return flight
+
+    def guess(self, requests: Sequence[Request]) -> list[np.ndarray]:
+        """The draft model's guesses for each of these requests, which hold a row; waits for them."""
+        start = time.perf_counter()
+        with torch.inference_mode():
+            self._shaper.move(self.rows.flush())
+            n = next((s for s in self.decode_sizes if s >= self.rows.top), self.rows.top)
+            guesses = self.graphs.run("guess", n).cpu().numpy().reshape(-1, n)
+        self._guess_seconds += time.perf_counter() - start
+        return [guesses[:, r.row] for r in requests]
+
+    def take_guess_seconds(self) -> float:
+        """Spent in `guess` since the last call."""
+        seconds, self._guess_seconds = self._guess_seconds, 0.0
+        return seconds
+
+    def _guess(self, n: int) -> Tensor:
+        assert self._draft is not None
+        return self._draft.guess(self.rows.batch(n, self._kv.caches))
 
     def _logits(self, n: int) -> Tensor:
         logits = self._module(self.rows.batch(n, self._kv.caches))

@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyllm.runtime.draft import prompt_lookup
 from pyllm.runtime.keys import extend_keys, root_key
 from pyllm.runtime.params import MAX_SEED
 from pyllm.runtime.request import Request
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from pyllm.runtime.draft import Propose
     from pyllm.runtime.host import BlockPool
     from pyllm.runtime.rows import Rows
 
@@ -92,16 +94,17 @@ class Scheduler:
     def enqueue(self, request: Request) -> None:
         bisect.insort(self.waiting, request, key=_order)
 
-    def schedule(self, draft_len: int = 0, draft_ngram: int = 0) -> Plan | None:
-        """The work of the next step; None when there is nothing to launch. draft_len: guess so many tokens of each request."""
+    def schedule(self, propose: Propose | None = None) -> Plan | None:
+        """The work of the next step; None when there is nothing to launch. propose: guesses tokens of each request."""
         if not self.waiting or self.rows.top - self.rows.count > self.rows.top // 8:  # else those who wait fill the holes
             self.rows.compact()
         if not self.reserve:
             self._grow()
         self._admit()
         held = self.rows.requests[: self.rows.top]
-        if not self._prefilling and draft_len:
-            drafts = [self._draft(r, draft_len, draft_ngram) for r in held if r is not None]
+        if not self._prefilling and propose is not None and held:
+            known = [r for r in held if r is not None]
+            drafts = [self._draft(r, guesses) for r, guesses in zip(known, propose(known), strict=True)]
             if any(d.count > 1 for d in drafts):
                 return Plan([], [], drafts)
         if not self._prefilling:  # the step that must be quick
@@ -122,12 +125,11 @@ class Scheduler:
             return count if count <= budget else 0
         return min(count, budget, LOGIT_ROWS if request.params.prompt_logprobs is not None else count)
 
-    def _draft(self, request: Request, draft_len: int, draft_ngram: int) -> Chunk:
+    def _draft(self, request: Request, guesses: NDArray[np.int32]) -> Chunk:
         """The last token and guesses: within the request's limit and its pages; put behind the known tokens, where they are no output."""
         n, at = request.length, request.next_position
-        most = min(draft_len, request.limit - request.sampled - 1, len(request.pages) * self.page_size - n)
-        guesses = prompt_lookup(request.sync_tokens()[:n], most, draft_ngram)
-        request.tokens[n : n + len(guesses)] = guesses
+        guesses = guesses[: max(0, min(request.limit - request.sampled - 1, len(request.pages) * self.page_size - n))]
+        request.sync_tokens()[n : n + len(guesses)] = guesses
         return Chunk(request, at, 1 + len(guesses))
 
     def launched(self, plan: Plan) -> None:

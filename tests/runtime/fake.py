@@ -118,3 +118,24 @@ def expected(prompt: Sequence[int], max_tokens: int, limit: int, choose: Callabl
         if history[-1] in stops:
             break
     return history[len(prompt) :]
+
+
+class FakeDraft:
+    """A second model: says `choose` of the history that its own cache holds, right or wrong, and checks nothing; token 0 without one."""
+
+    def __init__(self, choose: Callable[[Sequence[int]], int], vocab: int = VOCAB) -> None:
+        self.choose, self.vocab = choose, vocab
+
+    def __call__(self, b: Batch) -> torch.Tensor:
+        k = b.caches[3].k
+        flat, size = k.view(-1, *k.shape[2:]), k.shape[1]
+        used = int(b.q_starts[-1])
+        flat[b.slots[:used].long()] = b.ids[:used].to(k.dtype)[:, None, None].expand(-1, *k.shape[2:])
+        if b.logit_rows is not None:
+            return torch.zeros(len(b.logit_rows), self.vocab)
+        logits = torch.zeros(len(b.kv_lens), self.vocab)
+        for i, (length, table) in enumerate(zip(b.kv_lens.tolist(), b.page_table.tolist(), strict=True)):
+            at = [table[min(j // size, len(table) - 1)] * size + j % size for j in range(length)]
+            history = flat[at, 0, 0].tolist()
+            logits[i, self.choose([int(t) for t in history]) if not any(t != t for t in history) else 0] = 1.0
+        return logits

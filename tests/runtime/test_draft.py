@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pyllm.models import spec_from_config
 from pyllm.runtime.draft import accepted, prompt_lookup
+from pyllm.runtime.dummy import DummyWeights
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.params import SamplingParams
-from tests.runtime.fake import FakeModel, expected, hashed
+from tests.runtime.fake import FakeDraft, FakeModel, FakeSpec, expected, hashed
 from tests.runtime.test_engine import assert_idle, make
-from tests.runtime.tiny import tiny_spec, tiny_weights
+from tests.runtime.tiny import CONFIG, tiny_spec, tiny_weights
 
 
 def plain(tokens: list[int], most: int, longest: int) -> list[int]:
@@ -41,6 +43,11 @@ def repeating(history) -> int:
     return hashed(history) if len(history) % 11 == 0 else history[-7] if len(history) >= 7 else hashed(history)
 
 
+def nearly(history) -> int:
+    """What a smaller model would say: often the same."""
+    return repeating(history) if hashed(history) % 4 else hashed(history)
+
+
 OPTIONS = st.fixed_dictionaries(
     {
         "pages": st.sampled_from([9, 40]),
@@ -50,6 +57,8 @@ OPTIONS = st.fixed_dictionaries(
         "reuse": st.booleans(),
         "draft_len": st.sampled_from([1, 3, 7]),
         "mixed_sizes": st.sampled_from([(), (8,)]),
+        "graph_sizes": st.sampled_from([(), (1,)]),
+        "draft_model": st.sampled_from([None, (FakeSpec(), FakeDraft(nearly)), (FakeSpec(), FakeDraft(lambda history: 0))]),
     }
 )
 
@@ -118,3 +127,40 @@ def test_a_real_model_says_the_same(options) -> None:
         engine.run()
         got.append([r.token_ids for r in requests])
     assert got[0] == got[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"mixed_sizes": [8, 64], "graph_sizes": [4]}, {"reserve": False, "max_tokens": 256}])
+def test_a_second_model_guesses(options) -> None:
+    """The model itself as its own draft is always right, so its cache holds all that the first one's does; another one is mostly wrong."""
+    weights, prompts = tiny_weights(0), [[7] * 20, [1, 2, 3] * 9, list(range(30)), [5]]
+    small = spec_from_config(CONFIG | {"num_hidden_layers": 1, "head_dim": 32, "num_attention_heads": 2})
+    got, engines = [], []
+    for more in ({}, {"draft_model": (tiny_spec(), weights)}, {"draft_model": (small, DummyWeights(small))}):
+        guessing = {"draft_len": 4, **options} if more else {}
+        engine = Engine(tiny_spec(), weights, **({"page_size": 16, "max_tokens": 2048, "max_batch": 4} | guessing | more))
+        got.append([engine.submit(p, SamplingParams(max_tokens=60, ignore_eos=True)) for p in prompts])
+        engine.run()
+        assert_idle(engine)
+        engines.append(engine)
+    tokens = [[r.token_ids for r in each] for each in got]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert engines[1].accepted == engines[1].drafted > 0
+    assert engines[2].accepted < engines[2].drafted
+    if not options.get("max_tokens"):
+        assert engines[1].steps * 4 < engines[0].steps
+
+
+def test_a_draft_model_that_does_not_fit() -> None:
+    for spec, draft_len, text in (
+        (FakeSpec(vocab_size=60), 2, "the draft model has 60 tokens, expected the 61 of"),
+        (FakeSpec(max_positions=119), 2, "the draft model has 119 positions, expected max_length=120 or more"),
+        (FakeSpec(), 0, "draft_len is 0, expected at least 1 with a draft_model"),
+    ):
+        with pytest.raises(ValueError, match=f"Engine: {text}"):
+            make(draft_len=draft_len, draft_model=(spec, FakeDraft(hashed)))
+
+
+def test_the_pool_is_shared_by_both_models() -> None:
+    second = {"draft_len": 2, "draft_model": (FakeSpec(), FakeDraft(hashed))}
+    one, two = (make(pages=None, memory_share=1e-6, **more) for more in ({}, second))
+    assert two.pool.total + 1 == (one.pool.total + 1) // 2

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import pyllm
-from pyllm import LLM, CudaGraphConfig, KvCacheConfig, NGramDecodingConfig, SamplingParams, SchedulerConfig
+from pyllm import LLM, CudaGraphConfig, DraftTargetDecodingConfig, KvCacheConfig, NGramDecodingConfig, SamplingParams, SchedulerConfig
 from pyllm.load.tokenizer import Tokenizer
+from pyllm.models import spec_from_config
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.loop import EngineLoop
 from tests.runtime.fake import FakeModel, FakeSpec
-from tests.runtime.tiny import EOS, VOCAB, byte_tokenizer, save_tiny, tiny_spec, tiny_weights
+from tests.runtime.tiny import CONFIG, EOS, VOCAB, byte_tokenizer, save_tiny, tiny_spec, tiny_weights
 
 SMALL = KvCacheConfig(max_tokens=2048, tokens_per_block=16)
 GOLDEN = Path(__file__).parent / "golden" / "signatures.txt"
@@ -30,6 +31,7 @@ PUBLIC = (
     "SchedulerConfig",
     "CudaGraphConfig",
     "NGramDecodingConfig",
+    "DraftTargetDecodingConfig",
     "RequestOutput",
     "CompletionOutput",
 )
@@ -307,7 +309,17 @@ def test_shutdown_ends_what_runs() -> None:
         (lambda f: CudaGraphConfig(batch_sizes=[1], max_batch_size=2), ValueError, "expected None beside max_batch_size"),
         (lambda f: NGramDecodingConfig(max_draft_len=8), ValueError, "max_draft_len is 8, expected an integer from 1 to 7"),
         (lambda f: NGramDecodingConfig(is_keep_all=True), TypeError, "is_keep_all is not supported"),
-        (lambda f: LLM(f, speculative_config=3), ValueError, "speculative_config is 3, expected a NGramDecodingConfig"),
+        (lambda f: DraftTargetDecodingConfig(speculative_model=f, max_draft_len=0), ValueError, "max_draft_len is 0, expected an integer"),
+        (
+            lambda f: DraftTargetDecodingConfig(speculative_model_dir=f),
+            TypeError,
+            "speculative_model_dir is not supported: use speculative_model",
+        ),
+        (
+            lambda f: LLM(f, speculative_config=3),
+            ValueError,
+            "speculative_config is 3, expected a NGramDecodingConfig or DraftTargetDecodingConfig",
+        ),
         (lambda f: SamplingParams(use_beam_search=True), TypeError, "beam search is not served"),
         (lambda f: SamplingParams(n=2), ValueError, "greedy samples are all alike"),
         (lambda f: SamplingParams(n=3, best_of=2, temperature=1), ValueError, "best_of is 2, expected at least n=3"),
@@ -354,10 +366,20 @@ def test_what_cannot_fit_is_said_before_anything_is_loaded(folder, monkeypatch) 
 
 
 def test_guessing_says_the_same_and_counts(folder, llm) -> None:
+    guessing_says_the_same(folder, llm, NGramDecodingConfig(max_draft_len=5))
+
+
+def test_a_second_model_guesses(folder, llm, tmp_path) -> None:
+    guessing_says_the_same(folder, llm, DraftTargetDecodingConfig(speculative_model=save_tiny(tmp_path / "other", seed=7)))
+    small = spec_from_config(CONFIG | {"num_hidden_layers": 1})
+    guessing_says_the_same(folder, llm, DraftTargetDecodingConfig(speculative_model=small, load_format="dummy"))
+
+
+def guessing_says_the_same(folder, llm, how) -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     prompts = ["again and again and again and again", "abcabcabc", "x"]
     want = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
-    config = {"kv_cache_config": SMALL, "speculative_config": NGramDecodingConfig(max_draft_len=5)}
+    config = {"kv_cache_config": SMALL, "speculative_config": how}
     with LLM(folder, device="cpu", max_batch_size=4, **config) as guessing:
         assert [o.outputs[0].token_ids for o in guessing.generate(prompts, params)] == want
         looks = [look.outputs[0].token_ids_diff for look in guessing.generate_async(prompts[0], params, streaming=True)]

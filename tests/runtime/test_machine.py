@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pyllm.runtime.params import SamplingParams
-from tests.runtime.fake import EOS, FakeModel, expected
-from tests.runtime.test_draft import repeating
+from tests.runtime.fake import EOS, FakeDraft, FakeModel, FakeSpec, expected
+from tests.runtime.test_draft import nearly, repeating
 from tests.runtime.test_engine import assert_idle, make
 
 TEXT = np.random.default_rng(1).integers(0, 59, 110).tolist()
@@ -21,6 +21,7 @@ SWITCHES = st.fixed_dictionaries(
         "graph_sizes": st.sampled_from([(), (3,)]),
         "mixed_sizes": st.sampled_from([(), (8,)]),
         "draft_len": st.sampled_from([0, 0, 3]),
+        "draft_model": st.sampled_from([None, (FakeSpec(), FakeDraft(nearly))]),
         "chunk": st.sampled_from([5, 40]),
     }
 )
@@ -29,6 +30,7 @@ SWITCHES = st.fixed_dictionaries(
 class EngineMachine(RuleBasedStateMachine):
     @initialize(switches=SWITCHES)
     def start(self, switches) -> None:
+        switches = switches | ({} if switches["draft_len"] else {"draft_model": None})
         self.engine = make(FakeModel(choose=repeating), pages=10, max_batch=3, eos_ids=(EOS,), **switches)
         self.requests: list = []
 
