@@ -14,6 +14,7 @@ from .errors import CheckpointError, show
 from .gguf_file import GgufFile
 from .gguf_tokenizer import gguf_tokenizer
 from .jsonfile import read_bytes
+from .patterns import check_patterns
 
 MAX_TOKENIZER_BYTES = 256 << 20
 
@@ -141,7 +142,12 @@ class Tokenizer:
     @classmethod
     def from_file(cls, path: str | Path) -> Tokenizer:
         data = read_bytes(Path(path), MAX_TOKENIZER_BYTES)
-        return cls(_guard(str(path), lambda: tokenizers.Tokenizer.from_str(data.decode("utf-8"))))
+        backend = _guard(str(path), lambda: tokenizers.Tokenizer.from_str(data.decode("utf-8")))
+        try:
+            check_patterns(backend)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        return cls(backend)
 
     @classmethod
     def from_gguf(cls, file: GgufFile) -> Tokenizer:

@@ -75,9 +75,12 @@ def test_no_source_can_run_what_a_file_says(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["import pickle", "from torch import multiprocessing", "import torch.hub", "eval('1')", "torch.load(p)",
-     "np.load(p, allow_pickle=True)", "importlib.import_module(name)", "importlib.import_module(f'{a}.b')", "f(trust_remote_code=True)", "AutoModel.from_pretrained(p)",
-     "import yaml", "from importlib import import_module; import_module(x)", "subprocess.run(x, shell=True)"],
+    [
+        "import pickle", "from torch import multiprocessing", "import torch.hub", "eval('1')", "torch.load(p)",
+        "np.load(p, allow_pickle=True)", "importlib.import_module(name)", "importlib.import_module(f'{a}.b')",
+        "f(trust_remote_code=True)", "AutoModel.from_pretrained(p)", "import yaml",
+        "from importlib import import_module; import_module(x)", "subprocess.run(x, shell=True)",
+    ],
 )  # fmt: skip
 def test_the_search_finds_it(line: str) -> None:
     assert list(offences(line))
