@@ -275,3 +275,41 @@ def test_cuda_graph_replay_with_changed_lengths() -> None:
         graph.replay()
         for a, b in zip(got, run(), strict=True):
             assert_close(a, b, what=f"starts {new_starts}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("heads", [2, 8, 16, 32])
+def test_mixed_step_of_every_group(heads: int, cache: torch.dtype) -> None:
+    """Sequences of 1 to 8 rows in groups of 1 to 16: each has as many chunks of query rows as it fills, beside chunks of prompts."""
+    options = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([2.0])} if cache == torch.float8_e4m3fn else {}
+    problem = mixed(128, torch.bfloat16, cache, heads)
+    poison_allocator(problem[1].shape, torch.bfloat16, "cuda")
+    got = on_cuda(*problem, 0.1, **options)
+    check_mixed(problem, got, 0.125 if options else 0.0, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])
+def test_what_follows_a_mixed_step_sees_all_of_it(cache: torch.dtype) -> None:
+    """Prefill starts while decode still runs and is long done before it here: 40 decodes of 9,000 keys beside a prompt of 9 tokens. The
+    kernel behind, whose launch waits for prefill alone, must find the rows of decode, too."""
+    batch = ragged_batch([1] * 40 + [9], [9000] * 40 + [9], page_size=64, seed=0)
+    k, v = (t.cuda() for t in filled_pools(batch, KV, 128, cache, seed=1))
+    q = normal(49, 4, 128, dtype=torch.bfloat16, seed=2).cuda()
+    index = [t.cuda() for t in (batch.page_table, batch.q_starts, batch.kv_lens)]
+
+    def run() -> tuple[Tensor, Tensor]:
+        out = ops.paged_attention(q, k, v, *index, scale=0.1)[0].view(49, -1)
+        return out, ops.softcap(out, 1e4)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, after = run()
+    for seed in range(20):
+        q.copy_(normal(49, 4, 128, dtype=torch.bfloat16, seed=seed))
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_close(after, out.double(), rtol=2 * EPS[torch.bfloat16], what=f"replay {seed}")
