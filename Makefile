@@ -1,6 +1,6 @@
 # Everything starts from a machine with Python 3.10+ and make: each target sets up what it needs first (tools/setup_env.py).
 .DEFAULT_GOAL := help
-.PHONY: help demo build test lint check format gpu-test gpu-sanitize gpu-bench clean
+.PHONY: help demo build test lint check format gpu-test gpu-sanitize gpu-bench soak clean
 
 PYTHON ?= python3
 PROMPT ?= Why is the sky blue? Answer in two sentences.
@@ -8,6 +8,7 @@ MODEL ?=
 TESTS ?= tests
 SANITIZER ?= memcheck
 JOBS ?= 4
+MINUTES ?= 10
 export PROMPT MODEL
 
 SETUP = @$(PYTHON) tools/setup_env.py
@@ -55,6 +56,10 @@ gpu-sanitize:  ## the small GPU tests under compute-sanitizer [SANITIZER=raceche
 gpu-bench:  ## every bench on this GPU, then docs/results.md from the records
 	$(SETUP) bench
 	@$(RUN) -m bench --all
+
+soak:  ## 10 minutes of mixed requests and aborts on this GPU, recorded in bench/results/soak.jsonl [MINUTES=10]
+	$(SETUP)
+	@$(RUN) -m tools.soak --minutes $(MINUTES) --record bench/results/soak.jsonl
 
 clean:  ## remove what was built, and the environment
 	rm -rf build .venv *.egg-info pyllm/_kernels.so pyllm/_kernels.json pyllm/_runtime.*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
