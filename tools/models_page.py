@@ -6,7 +6,7 @@ import inspect
 import sys
 from pathlib import Path
 
-from pyllm.models import REGISTRY
+from pyllm.models import REGISTRY, TEXT_PARTS, text_part
 from tools.digest import ROOT
 
 PAGE = ROOT / "docs" / "models.md"
@@ -24,14 +24,20 @@ one is a file like these: [add-a-model.md](add-a-model.md).
 
 
 def page() -> str:
-    rows = []
-    for name, make in sorted(REGISTRY.items(), key=lambda item: item[0].lower()):
-        file = Path(inspect.getfile(make))
+    rows = {}
+    for name, make in REGISTRY.items():
         module = inspect.getmodule(make)
-        about = (module.__doc__ or "").strip().splitlines()[0] if module else ""
-        where = file.relative_to(ROOT).as_posix()
-        rows.append(f"| {name} | [`{make.__name__}`](../{where}) | {len(file.read_text(encoding='utf-8').splitlines())} | {about} |\n")
-    return HEAD + "".join(rows)
+        rows[name] = row(name, make.__name__, inspect.getfile(make), (module.__doc__ or "").strip().splitlines()[0] if module else "")
+    for name, kinds in TEXT_PARTS.items():
+        rows[name] = row(
+            name, "text_part", text_part.__file__, f"The text part alone: {' or '.join(kinds.values())}; images are not served."
+        )
+    return HEAD + "".join(rows[name] for name in sorted(rows, key=str.lower))
+
+
+def row(name: str, function: str, file: str, about: str) -> str:
+    where, lines = Path(file).relative_to(ROOT).as_posix(), len(Path(file).read_text(encoding="utf-8").splitlines())
+    return f"| {name} | [`{function}`](../{where}) | {lines} | {about} |\n"
 
 
 def main() -> int:

@@ -91,6 +91,7 @@ class Decoder(Spec):
     embed_scale, rounded to the model's dtype, multiplies the tokens' embedding; logit_scale the logits, before logit_softcap.
     max_positions: longest sequence the declaration is right for. ignore: globs over checkpoint names that may be left unread.
     prefix: first segment of the names, which checkpoints of the bare model (without its head) leave out.
+    at: segment before all names, of a checkpoint in which the decoder is a part.
     """
 
     embed: Embedding
@@ -104,6 +105,7 @@ class Decoder(Spec):
     max_positions: int = 8192
     ignore: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     prefix: str = ""
+    at: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.subs, tuple) or not all(isinstance(s, Sub) for s in self.subs):

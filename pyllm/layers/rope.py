@@ -35,7 +35,7 @@ class DynamicNtk:
 
 @dataclass(frozen=True)
 class Llama3:
-    """Low frequencies divided by `factor`, high ones kept, a linear blend between."""
+    """Low frequencies divided by `factor`, high ones kept, a linear blend between (none where the two factors are equal)."""
 
     factor: float
     low_freq_factor: float
@@ -99,8 +99,8 @@ class Rope:
             value = getattr(s, name, None)
             if value is not None and not (isinstance(value, (int, float)) and value > 0):
                 raise ValueError(f"Rope: {kind}.{name} is {value!r}, expected a positive number")
-        if isinstance(s, Llama3) and s.high_freq_factor <= s.low_freq_factor:
-            raise ValueError(f"Rope: Llama3.high_freq_factor is {s.high_freq_factor}, expected more than {s.low_freq_factor}")
+        if isinstance(s, Llama3) and s.high_freq_factor < s.low_freq_factor:
+            raise ValueError(f"Rope: Llama3.high_freq_factor is {s.high_freq_factor}, expected {s.low_freq_factor} or more")
         if isinstance(s, DynamicNtk) and self.dim < 4:
             raise ValueError(f"Rope: dim is {self.dim}, expected at least 4 with DynamicNtk")
         if isinstance(s, LongRope):
@@ -143,7 +143,8 @@ def inv_freqs(rope: Rope) -> tuple[list[Tensor], float]:
     if isinstance(s, Llama3):
         wavelength = 2 * math.pi / f
         low, high = s.original / s.low_freq_factor, s.original / s.high_freq_factor
-        smooth = (s.original / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+        between = s.high_freq_factor - s.low_freq_factor or 1.0  # equal factors (Llama 4): a step, and no frequency lies between
+        smooth = (s.original / wavelength - s.low_freq_factor) / between
         blend = (1 - smooth) * f / s.factor + smooth * f
         return [torch.where(wavelength > low, f / s.factor, torch.where(wavelength < high, f, blend))], 1.0
     if isinstance(s, Yarn):

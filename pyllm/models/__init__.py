@@ -26,6 +26,7 @@ from pyllm.models.granite import granite
 from pyllm.models.hf import normalize
 from pyllm.models.llama import llama
 from pyllm.models.llama4 import llama4
+from pyllm.models.ministral3 import ministral3
 from pyllm.models.mixtral import mixtral
 from pyllm.models.nemotron import nemotron
 from pyllm.models.olmo2 import olmo2
@@ -37,12 +38,14 @@ from pyllm.models.qwen_moe import qwen2_moe, qwen3_moe
 from pyllm.models.smollm3 import smollm3
 from pyllm.models.stablelm import stablelm
 from pyllm.models.starcoder2 import starcoder2
+from pyllm.models.text_part import TEXT_PARTS, as_part, text_config
 
 REGISTRY: dict[str, Callable[[SimpleNamespace], Decoder]] = {
     "LlamaForCausalLM": llama,
     "Llama4ForCausalLM": llama4,
     "MistralForCausalLM": llama,
     "MinistralForCausalLM": llama,
+    "Ministral3ForCausalLM": ministral3,
     "MixtralForCausalLM": mixtral,
     "GemmaForCausalLM": gemma,
     "Gemma2ForCausalLM": gemma2,
@@ -78,9 +81,12 @@ def spec_from_config(config: Mapping[str, Any]) -> Decoder:
     if not isinstance(config, Mapping):
         raise ValueError(f"config is {type(config).__name__}, expected an object")
     names = config.get("architectures")
-    found = next((n for n in names if isinstance(n, str) and n in REGISTRY), None) if isinstance(names, list) else None
+    known = {**REGISTRY, **TEXT_PARTS}
+    found = next((n for n in names if isinstance(n, str) and n in known), None) if isinstance(names, list) else None
     if found is None:
-        raise ValueError(f"config: architectures is {names!r}, expected a list with one of {', '.join(REGISTRY)}")
+        raise ValueError(f"config: architectures is {names!r}, expected a list with one of {', '.join(known)}")
+    if found in TEXT_PARTS:
+        return as_part(spec_from_config(text_config(found, config)))
     return REGISTRY[found](normalize(config, DEFAULTS.get(found), NAMES.get(found)))
 
 
@@ -88,6 +94,7 @@ __all__ = [
     "DEFAULTS",
     "NAMES",
     "REGISTRY",
+    "TEXT_PARTS",
     "cohere",
     "cohere2",
     "deepseek_v2",
@@ -105,6 +112,7 @@ __all__ = [
     "granite",
     "llama",
     "llama4",
+    "ministral3",
     "mixtral",
     "nemotron",
     "normalize",

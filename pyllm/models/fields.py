@@ -33,12 +33,13 @@ COUNTS = ("q_lora_rank", "n_shared_experts", "first_k_dense_replace", "n_group",
 CHOICES = {"topk_method": ("greedy", "group_limited_greedy", "noaux_tc"), "scoring_func": ("softmax", "sigmoid")}
 SWITCHES = ("use_bias", "use_qkv_bias", "use_parallel_residual", "scale_attn_weights", "scale_attn_by_inverse_layer_idx",
              "multi_query", "parallel_attn", "new_decoder_architecture", "attn_temperature_tuning", "rope_interleave")  # fmt: skip
+COUNTED_SWITCHES = ("attn_temperature_tuning",)  # the first Llama 4 files say 4
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "qkv_bias", "use_qk_norm",
           *SWITCHES)  # fmt: skip
 OWN = {
     *NUMBERS, *FACTORS, *SWITCHES, *SIZES, *COUNTS, *CHOICES, "sliding_window_pattern", "num_ln_in_parallel_attn", "use_sliding_window",
     "max_window_layers", "norm_topk_prob", "mlp_only_layers", "qkv_bias", "no_rope_layers", "mlp_bias", "sliding_window", "layer_types",
-    "moe_layers",
+    "moe_layers", "llama_4_scaling_beta",
 }  # fmt: skip
 """Read for the architectures that have them in their defaults; for others, as in transformers, they change nothing (and warn)."""
 LIMITS = {"num_hidden_layers": 4096, "num_experts": 4096, "max_position_embeddings": 1 << 24}
@@ -52,7 +53,7 @@ INERT = {
     "router_jitter_noise", "resid_pdrop", "embd_pdrop", "attn_pdrop", "embedding_dropout", "classifier_dropout", "summary_type",
     "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout", "reorder_and_upcast_attn", "n_ctx",
     "task_specific_params", "is_decoder", "_sliding_window_pattern", "qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers", "ep_size",
-    "aux_loss_alpha", "seq_aux",
+    "aux_loss_alpha", "seq_aux", "for_llm_compressor",
 }  # fmt: skip
 REFUSED = {
     "use_bidirectional_attention": "a causal decoder",
@@ -141,6 +142,7 @@ def numbers(config: Mapping[str, Any], read: set[str]) -> dict[str, float | None
 
 def flag(config: Mapping[str, Any], name: str) -> bool:
     value = config.get(name)
+    value = bool(value) if name in COUNTED_SWITCHES and type(value) is int else value
     if value not in (None, True, False) or (value is not None and not isinstance(value, bool)):
         raise ValueError(f"config: {name} is {value!r}, expected true or false")
     return bool(value)

@@ -75,6 +75,7 @@ def normalize(
     if c.layer_types is None and c.sliding_window and "sliding_window_pattern" in read:
         c.layer_types = _pattern(config.get("sliding_window_pattern"), c.num_hidden_layers)
     c.windows = _windows(c.layer_types, c.sliding_window, c.num_hidden_layers, bool(c.attention_chunk_size))
+    c.reads_beta = "llama_4_scaling_beta" in read
     c.rope = rope(config, c)
     c.max_positions = c.rope.max_positions
     if c.rope_local_base_freq:

@@ -25,7 +25,7 @@ def llama4(c: SimpleNamespace) -> Decoder:
 
     def layer(i: int) -> tuple[Sub, ...]:
         at, scores = f"model.layers.{i}", not rotated[i] and c.attn_temperature_tuning
-        variant = chunked(c, scores) if types[i] == "chunked_attention" else tempered(c) if scores else None
+        variant = chunked(c, scores) if types[i] == "chunked_attention" else tempered(c.attn_scale, c.floor_scale, 1.0) if scores else None
         qk_norm = norm("{}_norm", c.head_dim, stored=False) if rotated[i] and c.use_qk_norm else None  # a rotation leaves it alone
         attn = Attn("self_attn", d, heads, kv_heads, c.head_dim, kv=i, rope=rope if rotated[i] else None, qk_norm=qk_norm,
                     qkv_bias=bias, o_bias=bias, variant=variant)  # fmt: skip

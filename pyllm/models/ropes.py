@@ -15,7 +15,7 @@ from pyllm.models.fields import warn_unread
 ROPE = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "attention_factor",
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor",
-    "long_factor",
+    "long_factor", "max_position_embeddings",
 }  # fmt: skip
 
 
@@ -86,7 +86,9 @@ def rope(config: Mapping[str, Any], c: SimpleNamespace) -> Rope:
         scaling = LongRope(factors("short_factor"), factors("long_factor"), original, factor, maybe("attention_factor"))
     else:
         raise ValueError(f"config: rope_type is {kind!r}, expected default, linear, dynamic, llama3, yarn or longrope")
-    warn_unread((k for k in p if k not in ROPE), "config: rope_parameters")
+    beta = "llama_4_scaling_beta"
+    c.llama_4_scaling_beta = maybe(beta) if c.reads_beta else None
+    warn_unread((k for k in p if k not in ROPE | ({beta} if c.reads_beta else set())), "config: rope_parameters")
     dim = int(c.head_dim * number("partial_rotary_factor", 1.0))
     return Rope(dim, number("rope_theta", 1e4), longest, scaling)
 

@@ -129,11 +129,12 @@ def _check_room(name: str, need: int, dtype: torch.dtype, device: torch.device) 
 
 def _check_tied(checkpoint: Checkpoint, spec: Decoder) -> None:
     """A head beside a config that says it is tied: stored twice is fine, another one must not be dropped unsaid."""
-    tensors = checkpoint.tensors
-    if spec.head is None and "lm_head.weight" in tensors:
-        head, embed = tensors["lm_head.weight"], tensors[f"{spec.embed.name}.weight"]
+    tensors, first = checkpoint.tensors, f"{spec.at}." if spec.at else ""
+    names = f"{first}lm_head.weight", f"{first}{spec.embed.name}.weight"
+    if spec.head is None and names[0] in tensors:
+        head, embed = (tensors[name] for name in names)
         if head.shape != embed.shape or not torch.equal(head, embed):
-            raise ValueError(f"{checkpoint.path}: tie_word_embeddings is set, but lm_head.weight differs from {spec.embed.name}.weight")
+            raise ValueError(f"{checkpoint.path}: tie_word_embeddings is set, but {names[0]} differs from {names[1]}")
 
 
 def open_model_files(path: str | Path) -> Checkpoint:

@@ -70,7 +70,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "Rope: LinearScaling.factor is 0": lambda: Rope(16, scaling=LinearScaling(0)),
     "Rope: DynamicNtk.original is 0": lambda: Rope(16, scaling=DynamicNtk(2, 0)),
     "Rope: dim is 2, expected at least 4": lambda: Rope(2, scaling=DynamicNtk(2, 64)),
-    "Rope: Llama3.high_freq_factor is 4, expected more than 4": lambda: Rope(16, scaling=Llama3(8, 4, 4, 64)),
+    "Rope: Llama3.high_freq_factor is 3, expected 4 or more": lambda: Rope(16, scaling=Llama3(8, 4, 3, 64)),
     "Rope: LongRope.original is 1": lambda: Rope(4, scaling=LongRope((1.0, 1.0), (1.0, 1.0), 1, 4)),
     "Rope: scaling is 'linear'": lambda: Rope(16, scaling="linear"),  # type: ignore[arg-type]
     "Sub x: body is None": lambda: Sub("x", None, None),  # type: ignore[arg-type]

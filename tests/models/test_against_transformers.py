@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gelu": ("Llama", dict(hidden_act="gelu")),
     "llama-linear-rope": ("Llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0))),
     "llama-3.1-rope": ("Llama", dict(rope_parameters=LLAMA3)),
+    "llama-3-rope-step": ("Llama", dict(rope_parameters=LLAMA3 | dict(low_freq_factor=1.0, high_freq_factor=1.0))),
     "llama-yarn-rope": ("Llama", dict(rope_parameters=YARN)),
     "llama-yarn-factor": ("Llama", dict(rope_parameters=YARN | dict(attention_factor=1.3, beta_fast=16.0, beta_slow=2.0))),
     "llama-yarn-mscale": ("Llama", dict(rope_parameters=YARN | dict(mscale=0.8, mscale_all_dim=0.5, truncate=False))),
