@@ -14,6 +14,7 @@ from pyllm.layers.linear import Linear
 from pyllm.layers.norm import LayerNorm, Normed, RMSNorm
 from pyllm.layers.rope import Rope
 from pyllm.layers.spec import Part, Spec, Split, Transform, Weight, consecutive, need_sizes
+from pyllm.ops import invariant
 from pyllm.runtime.batch import Batch, KvCache
 
 
@@ -121,7 +122,7 @@ class Attn(Spec):
         q = (self.project if m.fuse else self.project_unfused)(m, qkv, sizes, cache, b)
         if self.variant:
             return m.o(self.values(self.attend_variant(self.variant, m, q, cache, b)))
-        o, _ = (ops.invariant_attention if m.invariant and q.is_cuda else ops.paged_attention)(
+        o, _ = (invariant.invariant_attention if m.invariant and q.is_cuda else ops.paged_attention)(
             q,
             cache.k,
             cache.v,

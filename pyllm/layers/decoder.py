@@ -18,6 +18,7 @@ from pyllm.layers.moe import MoE
 from pyllm.layers.norm import LayerNorm, Norm, Normed, RMSNorm
 from pyllm.layers.rope import DynamicNtk
 from pyllm.layers.spec import Spec, need_sizes, walk
+from pyllm.ops import invariant
 from pyllm.runtime.batch import Batch
 
 
@@ -198,7 +199,7 @@ class Decoder(Spec):
         return self.logits(m, h, b)
 
     def logits(self, m: Any, h: Normed, b: Batch) -> Tensor:
-        tied = ops.invariant_linear if m.invariant else ops.linear
+        tied = invariant.invariant_linear if m.invariant else ops.linear
         y = m.head(h) if self.head else tied(h.tensor(), m.embed.weight)
         if m.tp > 1:
             y = b.gather(y)[:, : self.vocab_size].contiguous()

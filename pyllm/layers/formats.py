@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyllm import ops
 from pyllm.layers.spec import Weight
+from pyllm.ops import invariant
 
 QuantPlan = Sequence[tuple[str, "Format | None"]]
 """Ordered (glob over checkpoint names without suffix, Format); the first match wins; None and no match: the model's dtype."""
@@ -79,7 +80,7 @@ class Dense(Format):
         return {k: t if self.dtype is None else t.to(self.dtype) for k, t in tensors.items()}
 
     def matmul(self, m: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        w, linear = m.weight, ops.invariant_linear if m.invariant else ops.linear
+        w, linear = m.weight, invariant.invariant_linear if m.invariant else ops.linear
         if w.dtype == x.dtype:
             return linear(x, w, bias)
         return linear(x.to(w.dtype), w, None if bias is None else bias.to(w.dtype)).to(x.dtype)
@@ -118,7 +119,7 @@ class Fp8(Format):
 
     def matmul_e4m3(self, m: Any, q: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         half = torch.bfloat16 if dtype == torch.float32 else dtype
-        linear = ops.invariant_linear_fp8 if m.invariant else ops.linear_fp8
+        linear = invariant.invariant_linear_fp8 if m.invariant else ops.linear_fp8
         return linear(q, m.weight, scale, m.weight_scale, None if bias is None else bias.to(half), half).to(dtype)
 
     def weight_bytes(self, n: int, k: int) -> int:

@@ -8,7 +8,6 @@ from pyllm.ops.decode import decode_attention, merge_states
 from pyllm.ops.dense import dense_linear, linear_fp8, linear_int8
 from pyllm.ops.fused import act, act_mul, act_mul_fp8, embed_tokens, softcap
 from pyllm.ops.gemm import linear, norm_linear
-from pyllm.ops.invariant import invariant_attention, invariant_linear, invariant_linear_fp8
 from pyllm.ops.moe import moe_experts, route_experts
 from pyllm.ops.norm import layer_norm, quantize_fp8, rms_norm
 from pyllm.ops.prefill import prefill_attention
@@ -29,9 +28,6 @@ __all__ = [
     "decode_attention",
     "dense_linear",
     "embed_tokens",
-    "invariant_attention",
-    "invariant_linear",
-    "invariant_linear_fp8",
     "layer_norm",
     "linear",
     "linear_fp8",

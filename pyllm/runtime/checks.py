@@ -24,10 +24,13 @@ class DecoderSpec(Protocol):
     def kv_slots(self) -> Mapping[int, SlotSizes]: ...
 
 
-def check_sizes(sizes: Mapping[str, int], optional: Mapping[str, int | None]) -> None:
+def check_sizes(sizes: Mapping[str, int], optional: Mapping[str, int | None], positions: int) -> None:
     for name, value in {**sizes, **{n: v for n, v in optional.items() if v is not None}}.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"Engine: {name} is {value!r}, expected an integer, at least 1")
+    length = optional["max_length"]
+    if length is not None and length > positions:
+        raise ValueError(f"Engine: max_length is {length}, expected at most the model's context of {positions}")
 
 
 def check_types(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, weights: object) -> None:

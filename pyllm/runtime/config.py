@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from pyllm.runtime.graph import graph_sizes
 from pyllm.runtime.kv import PAGE_SIZES
 from pyllm.runtime.refuse import Checked
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from pyllm.layers.formats import QuantPlan
 
 POLICIES = ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION")
+
+
+_CACHE_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
 
 
 class _Config(Checked):
@@ -63,7 +68,12 @@ class KvCacheConfig(_Config):
         )
         self._need_count("max_tokens")
         self._need("tokens_per_block", self.tokens_per_block in PAGE_SIZES, f"one of {', '.join(map(str, PAGE_SIZES))}")
-        self._need("dtype", self.dtype in ("auto", "fp8"), "'auto' or 'fp8'")
+        self._need("dtype", self.dtype in _CACHE_DTYPES, " or ".join(map(repr, _CACHE_DTYPES)))
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """None: the model's."""
+        return _CACHE_DTYPES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,67 +72,68 @@ class Engine:
         progress: bool = False,
     ) -> None:
         sizes = {"max_batch": max_batch, "chunk": chunk, "page_size": page_size, "draft_ngram": draft_ngram}
-        check_sizes(sizes, {"pages": pages, "max_tokens": max_tokens, "max_length": max_length})
+        check_sizes(sizes, {"pages": pages, "max_tokens": max_tokens, "max_length": max_length}, spec.max_positions)
         self.spec, self.device, self.eos_ids = spec, torch.device(device), frozenset(id_tuple("Engine: eos_ids", eos_ids))
         kv_dtype = kv_dtype or dtype
         check_types(self.device, dtype, kv_dtype, weights)
         cuda, most = self.device.type == "cuda", max_batch * (1 + draft_len) + chunk
         module = self._bound(spec, weights, dtype, deterministic)
-        grid = min(chunk, LOGIT_ROWS) // page_size * page_size if deterministic else 0
         if deterministic:
             check_deterministic(spec, module, cuda, kv_dtype, page_size=page_size, chunk=chunk, reserve=reserve, draft_len=draft_len)
-            module = module if cuda else apart(module)
-        self.dtype, self.max_batch, self.chunk, self.reserve = dtype, max_batch, chunk, reserve
-        self.max_length = max_length or spec.max_positions
-        if self.max_length > spec.max_positions:
-            raise ValueError(f"Engine: max_length is {max_length}, expected at most the model's context of {spec.max_positions}")
+        self.dtype, self.max_batch, self.chunk, self.max_length = dtype, max_batch, chunk, max_length or spec.max_positions
         stored = [(spec, kv_dtype)] if draft_model is None else [(spec, kv_dtype), (draft_model[0], dtype)]
-        page = sum(page_bytes(s.kv_slots(), page_size, kind) for s, kind in stored)
-        count = self._pages(pages, max_tokens, memory_share, spare_bytes, page_size, page)
-        self.kv = KvPool(spec.kv_slots(), count, page_size, kv_dtype, self.device, kv_scales)
-        self.pool = BlockPool(count)
-        self.drafted, self.accepted = 0, 0  # guessed tokens, and how many of them were right
-        draft = None
-        if draft_model is not None:
-            check_draft(spec, draft_model[0], self.max_length, draft_len)
-            caches = KvPool(draft_model[0].kv_slots(), count, page_size, dtype, self.device).caches
-            draft = DraftModel(self._bound(*draft_model, dtype, False), caches, page_size, self.max_length, draft_len)
-        if graph_sizes is None:
-            graph_sizes = default_sizes(max_batch) if cuda else ()
-        if mixed_sizes is None:
-            each = [token_sizes(most, s.kv_slots(), dtype, kind, page_size) for s, kind in stored] if cuda and graph_sizes else [()]
-            mixed_sizes = min(each, key=len)
+        count = self._pages(pages, max_tokens, memory_share, spare_bytes, page_size, stored)
+        self.kv, self.pool = KvPool(spec.kv_slots(), count, page_size, kv_dtype, self.device, kv_scales), BlockPool(count)
+        draft = self._draft_model(*draft_model, draft_len) if draft_model else None
+        graph_sizes = graph_sizes if graph_sizes is not None else default_sizes(max_batch) if cuda else ()
+        if mixed_sizes is None and cuda and graph_sizes:
+            mixed_sizes = min((token_sizes(most, s.kv_slots(), dtype, t, page_size) for s, t in stored), key=len)
         self._runner = Runner(
             module, self.kv, vocab=spec.vocab_size, max_batch=max_batch, max_length=self.max_length, max_tokens=most,
-            decode_sizes=graph_sizes, mixed_sizes=mixed_sizes, draft=draft,
+            decode_sizes=graph_sizes, mixed_sizes=mixed_sizes or (), draft=draft,
         )  # fmt: skip
-        self._scheduler = Scheduler(
-            self.pool, self._runner.rows, page_size=page_size, max_batch=max_batch, chunk=chunk, reserve=reserve, reuse=reuse, grid=grid
-        )
+        queue: dict[str, Any] = {"page_size": page_size, "max_batch": max_batch, "chunk": chunk, "reserve": reserve, "reuse": reuse}
+        grid = min(chunk, LOGIT_ROWS) // page_size * page_size if deterministic else 0
+        self._scheduler = Scheduler(self.pool, self._runner.rows, grid=grid, **queue)
         if cuda:
             self._runner.capture(progress)
         self._propose = None if not draft_len else self._runner.guess if draft else by_lookup(draft_len, draft_ngram)
         self.overlap = (cuda if overlap is None else overlap) and not draft_len
         self._flights, self._next_id, self._vocab = deque[Flight](), 0, spec.vocab_size
         self.steps, self.host_seconds = 0, 0.0  # of launched steps: the time in which the host did not wait for the device
+        self.drafted = self.accepted = 0  # guessed tokens, and how many of them were right
+
+    def _draft_model(self, spec: DecoderSpec, weights: Mapping[str, Tensor] | Callable[[Batch], Tensor], most: int) -> DraftModel:
+        check_draft(self.spec, spec, self.max_length, most)
+        caches = KvPool(spec.kv_slots(), self.kv.pages, self.kv.page_size, self.dtype, self.device).caches
+        return DraftModel(self._bound(spec, weights, self.dtype, False), caches, self.kv.page_size, self.max_length, most)
 
     def _bound(
         self, spec: DecoderSpec, weights: Mapping[str, Tensor] | Callable[[Batch], Tensor], dtype: torch.dtype, invariant: bool
     ) -> Callable[[Batch], Tensor]:
-        if not isinstance(weights, Mapping):
-            return weights
         from pyllm.layers import bind  # here: its modules import `Batch` from this package
 
-        return bind(spec, weights, device=self.device, dtype=dtype, invariant=invariant)  # type: ignore[arg-type]
+        if isinstance(weights, Mapping):
+            weights = bind(spec, weights, device=self.device, dtype=dtype, invariant=invariant)  # type: ignore[arg-type]
+        return apart(weights) if invariant and self.device.type == "cpu" else weights
 
-    def _pages(self, pages: int | None, max_tokens: int | None, share: float | None, spare_bytes: int, page_size: int, page: int) -> int:
-        """Of the pool, the dummy page included; page: bytes of one."""
+    def _pages(
+        self,
+        pages: int | None,
+        max_tokens: int | None,
+        share: float | None,
+        spare_bytes: int,
+        page_size: int,
+        stored: Sequence[tuple[DecoderSpec, torch.dtype]],
+    ) -> int:
+        """Of the pool, the dummy page included."""
         if pages is not None and max_tokens is not None:
             raise ValueError(f"Engine: pages={pages} and max_tokens={max_tokens} both size the KV pool, expected one of them")
         most = None
         if share is not None or max_tokens is None:
             most = int(max(free_bytes(self.device) - spare_bytes, 0) * (share or POOL_SHARE[self.device.type]))
         contexts = self.max_batch * -(-self.max_length // page_size) * page_size
+        page = sum(page_bytes(s.kv_slots(), page_size, kind) for s, kind in stored)
         return pages or pool_pages(max_tokens or contexts, page_size, page, most)
 
     @property

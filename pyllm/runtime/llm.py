@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,11 +15,12 @@ from pyllm.runtime.config import CudaGraphConfig, DraftTargetDecodingConfig, KvC
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.loop import EngineLoop
 from pyllm.runtime.memory import activation_bytes
-from pyllm.runtime.model import CHUNK, load_parts
+from pyllm.runtime.model import CHUNK, Parts, load_parts
 from pyllm.runtime.outputs import RequestOutput
 from pyllm.runtime.params import SamplingParams
 from pyllm.runtime.progress import progress_bar
-from pyllm.runtime.refuse import refuse_unknown
+from pyllm.runtime.prompts import one_prompt, prompt_ids
+from pyllm.runtime.refuse import LLM_HINTS, check_llm, of_type, refuse_unknown
 from pyllm.runtime.request import Request
 from pyllm.runtime.text import TextOutput
 
@@ -30,30 +30,6 @@ if TYPE_CHECKING:
     from pyllm.load.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
-
-_ONE_GPU = "one GPU is served"
-HINTS = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "moe_expert_parallel_size"), _ONE_GPU) | {
-    "trust_remote_code": "no code from model files is ever run; declare the model with pyllm.layers and pass it as model",
-    "revision": "models are read from a directory or a file; fetch the revision first",
-    "tokenizer_mode": "there is one tokenizer, of the tokenizers library",
-    "max_model_len": "use max_seq_len",
-    "max_num_seqs": "use max_batch_size",
-    "max_num_batched_tokens": "use max_num_tokens",
-    "gpu_memory_utilization": "use kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=...)",
-    "enforce_eager": "use cuda_graph_config=None",
-    "enable_prefix_caching": "use kv_cache_config=KvCacheConfig(enable_block_reuse=...)",
-    "kv_cache_dtype": "use kv_cache_config=KvCacheConfig(dtype=...)",
-    "enable_chunked_prefill": "prompts are always cut into chunks of max_num_tokens",
-    "max_input_len": "use max_seq_len, which counts prompt and output",
-    "max_beam_width": "beam search is not served",
-    "guided_decoding_backend": "constrained decoding is not served; a logits_processor can restrict tokens",
-    "enable_lora": "LoRA is not served",
-    "lora_config": "LoRA is not served",
-    "quantization": "use quant",
-    "quant_config": "use quant",
-    "seed": "use SamplingParams(seed=...)",
-    "batched_logits_processor": "use SamplingParams(logits_processor=...)",
-}
 
 
 class LLM:
@@ -95,24 +71,18 @@ class LLM:
         progress: bool = True,
         **unsupported: Any,
     ) -> None:
-        refuse_unknown("LLM", unsupported, [n for n in inspect.signature(LLM).parameters if n != "unsupported"], HINTS)
-        kv = _of_type("kv_cache_config", kv_cache_config, KvCacheConfig) or KvCacheConfig()
-        scheduler = _of_type("scheduler_config", scheduler_config, SchedulerConfig) or SchedulerConfig()
-        graphs = _of_type("cuda_graph_config", cuda_graph_config, CudaGraphConfig)
-        draft = _of_type("speculative_config", speculative_config, NGramDecodingConfig, DraftTargetDecodingConfig)
-        _check_numbers(watchdog_timeout, max_num_tokens)
-        if skip_tokenizer_init and tokenizer is not None:
-            raise ValueError("LLM: a tokenizer is given beside skip_tokenizer_init=True; leave one of them out")
-        given = None if dtype == "auto" else dtype
-        parts = load_parts(model, weights=weights, tokenizer=tokenizer, device=device, dtype=given, load_format=load_format, quant=quant,
-                           invariant=deterministic, progress=progress)  # fmt: skip
+        refuse_unknown("LLM", unsupported, [n for n in inspect.signature(LLM).parameters if n != "unsupported"], LLM_HINTS)
+        kv = of_type("kv_cache_config", kv_cache_config, KvCacheConfig) or KvCacheConfig()
+        scheduler = of_type("scheduler_config", scheduler_config, SchedulerConfig) or SchedulerConfig()
+        graphs = of_type("cuda_graph_config", cuda_graph_config, CudaGraphConfig)
+        draft = of_type("speculative_config", speculative_config, NGramDecodingConfig, DraftTargetDecodingConfig)
+        check_llm(watchdog_timeout, max_num_tokens, tokenizer if skip_tokenizer_init else None)
+        parts = load_parts(model, weights=weights, tokenizer=tokenizer, device=device, dtype=None if dtype == "auto" else dtype,
+                           load_format=load_format, quant=quant, invariant=deterministic, progress=progress)  # fmt: skip
         self.tokenizer, self._checkpoint = None if skip_tokenizer_init else parts.tokenizer, parts.checkpoint
         cuda, chunk = parts.device.type == "cuda", max_num_tokens or CHUNK[parts.device.type]
-        second = None
-        if isinstance(draft, DraftTargetDecodingConfig):
-            second = load_parts(draft.speculative_model, weights=draft.weights, device=parts.device, dtype=parts.dtype,
-                                load_format=draft.load_format, quant=draft.quant, progress=progress)  # fmt: skip
-        loaded = [p for p in (parts, second) if p is not None]
+        guessing, second = _guessing(draft, parts, progress)
+        room = (chunk, max_batch_size, kv.tokens_per_block)
         self._engine = Engine(
             parts.spec,
             parts.module,
@@ -121,22 +91,20 @@ class LLM:
             page_size=kv.tokens_per_block,
             max_tokens=kv.max_tokens,
             memory_share=kv.free_gpu_memory_fraction if cuda else None,
-            spare_bytes=max(activation_bytes(p, chunk, max_batch_size, kv.tokens_per_block) for p in loaded) if cuda else 0,
+            spare_bytes=max(activation_bytes(p, *room) for p in (parts, second or parts)) if cuda else 0,
             max_batch=max_batch_size,
             chunk=chunk,
             max_length=max_seq_len,
-            kv_dtype=torch.float8_e4m3fn if kv.dtype == "fp8" else None,
+            kv_dtype=kv.torch_dtype,
             eos_ids=parts.eos_ids,
             reserve=scheduler.capacity_scheduler_policy == "GUARANTEED_NO_EVICT",
             reuse=kv.enable_block_reuse,
             overlap=False if disable_overlap_scheduler else None,
             graph_sizes=graphs.sizes(max_batch_size) if graphs and cuda else [],
             mixed_sizes=graphs.token_sizes(chunk) if graphs and cuda else [],
-            draft_len=draft.max_draft_len if draft else 0,
-            draft_ngram=draft.max_matching_ngram_size if isinstance(draft, NGramDecodingConfig) else 1,
-            draft_model=(second.spec, second.module) if second else None,
             deterministic=deterministic,
             progress=progress,
+            **guessing,
         )
         self._loop = EngineLoop(self._engine, watchdog_timeout)
 
@@ -151,7 +119,7 @@ class LLM:
     ) -> RequestOutput | list[RequestOutput]:
         """Complete one prompt or many, and wait for all. A prompt that can never run is a ValueError, and none is run; one that fails while
         it runs has finish_reason "error"."""
-        one = isinstance(inputs, (str, Mapping)) or _one_prompt(inputs)
+        one = isinstance(inputs, (str, Mapping)) or one_prompt(inputs)
         prompts: list[Any] = [inputs] if one else list(inputs)
         each = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
         if len(each) != len(prompts):
@@ -221,7 +189,7 @@ class LLM:
         self.shutdown()
 
     def _make(self, prompt: Prompt, params: SamplingParams | None, priority: int, salt: str | None, streaming: bool) -> RequestOutput:
-        params = _of_type("sampling_params", params, SamplingParams) or SamplingParams()
+        params = of_type("sampling_params", params, SamplingParams) or SamplingParams()
         if streaming and params.samples > params.n:
             raise ValueError("LLM.generate_async: streaming cannot know the best samples before the end; set best_of=None")
         hidden = params.samples > params.n and params.logprobs is None
@@ -252,7 +220,7 @@ class LLM:
                 raise ValueError(f"LLM: {known[0]} is {prompt!r:.60}, expected {'text' if known[0] == 'prompt' else 'token ids'}")
         text = prompt if isinstance(prompt, str) else None
         if text is None:
-            prompt = _ids(prompt)
+            prompt = prompt_ids(prompt)
         if self.tokenizer is None and (text is not None or params.stop or params.bad):
             what = "a prompt given as text" if text is not None else "stop" if params.stop else "bad"
             raise ValueError(f"LLM: {what} needs a tokenizer, and there is none; use token ids")
@@ -266,30 +234,16 @@ class LLM:
         return params, text, ids[-keep:] if keep else ids  # type: ignore[return-value]
 
 
-def _one_prompt(inputs: Any) -> bool:
-    """Token ids, not a sequence of prompts; arrays and tensors of one dimension are token ids too."""
-    if hasattr(inputs, "ndim"):
-        return inputs.ndim == 1
-    if not isinstance(inputs, Sequence) or isinstance(inputs, (bytes, bytearray)):
-        raise ValueError(f"LLM.generate: inputs is {inputs!r:.60}, expected a prompt (text or token ids) or a list of prompts")
-    return len(inputs) > 0 and all(isinstance(i, (int, np.integer)) for i in inputs)
-
-
-def _ids(prompt: Any) -> list[int]:
-    ids = prompt.tolist() if isinstance(prompt, (Tensor, np.ndarray)) else prompt
-    if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)):
-        raise ValueError(f"LLM: a prompt is {prompt!r:.60}, expected text or token ids")
-    return list(ids)
-
-
-def _check_numbers(watchdog_timeout: Any, max_num_tokens: Any) -> None:
-    if isinstance(watchdog_timeout, bool) or not isinstance(watchdog_timeout, (int, float)) or not watchdog_timeout > 0:
-        raise ValueError(f"LLM: watchdog_timeout is {watchdog_timeout!r}, expected seconds, more than 0")
-    if max_num_tokens is not None and (type(max_num_tokens) is not int or max_num_tokens < 1):
-        raise ValueError(f"LLM: max_num_tokens is {max_num_tokens!r}, expected None or an integer, at least 1")
-
-
-def _of_type(name: str, value: Any, *kinds: type) -> Any:
-    if value is not None and not isinstance(value, kinds):
-        raise ValueError(f"LLM: {name} is {value!r}, expected a {' or '.join(k.__name__ for k in kinds)}")
-    return value
+def _guessing(
+    draft: NGramDecodingConfig | DraftTargetDecodingConfig | None, first: Parts, progress: bool
+) -> tuple[dict[str, Any], Parts | None]:
+    """Arguments of the engine; and the model that guesses, where one does, on the device and in the dtype of the first."""
+    if draft is None:
+        return {}, None
+    if isinstance(draft, NGramDecodingConfig):
+        return {"draft_len": draft.max_draft_len, "draft_ngram": draft.max_matching_ngram_size}, None
+    where: dict[str, Any] = {"device": first.device, "dtype": first.dtype}
+    second = load_parts(
+        draft.speculative_model, weights=draft.weights, load_format=draft.load_format, quant=draft.quant, progress=progress, **where
+    )
+    return {"draft_len": draft.max_draft_len, "draft_model": (second.spec, second.module)}, second

@@ -7,6 +7,32 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar
 
+_ONE_GPU = "one GPU is served"
+LLM_HINTS = dict.fromkeys(
+    ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "moe_expert_parallel_size"), _ONE_GPU
+) | {
+    "trust_remote_code": "no code from model files is ever run; declare the model with pyllm.layers and pass it as model",
+    "revision": "models are read from a directory or a file; fetch the revision first",
+    "tokenizer_mode": "there is one tokenizer, of the tokenizers library",
+    "max_model_len": "use max_seq_len",
+    "max_num_seqs": "use max_batch_size",
+    "max_num_batched_tokens": "use max_num_tokens",
+    "gpu_memory_utilization": "use kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=...)",
+    "enforce_eager": "use cuda_graph_config=None",
+    "enable_prefix_caching": "use kv_cache_config=KvCacheConfig(enable_block_reuse=...)",
+    "kv_cache_dtype": "use kv_cache_config=KvCacheConfig(dtype=...)",
+    "enable_chunked_prefill": "prompts are always cut into chunks of max_num_tokens",
+    "max_input_len": "use max_seq_len, which counts prompt and output",
+    "max_beam_width": "beam search is not served",
+    "guided_decoding_backend": "constrained decoding is not served; a logits_processor can restrict tokens",
+    "enable_lora": "LoRA is not served",
+    "lora_config": "LoRA is not served",
+    "quantization": "use quant",
+    "quant_config": "use quant",
+    "seed": "use SamplingParams(seed=...)",
+    "batched_logits_processor": "use SamplingParams(logits_processor=...)",
+}
+
 
 def refuse_unknown(owner: str, given: Mapping[str, Any], known: Iterable[str], hints: Mapping[str, str]) -> None:
     """TypeError for the first argument that `owner` does not take: with its hint, or the name that it may have meant."""
@@ -34,3 +60,18 @@ class Checked:
     def _need(self, name: str, good: bool, expected: str) -> None:
         if not good:
             raise ValueError(f"{type(self).__name__}: {name} is {getattr(self, name)!r}, expected {expected}")
+
+
+def check_llm(watchdog_timeout: Any, max_num_tokens: Any, unused_tokenizer: Any) -> None:
+    if unused_tokenizer is not None:
+        raise ValueError("LLM: a tokenizer is given beside skip_tokenizer_init=True; leave one of them out")
+    if isinstance(watchdog_timeout, bool) or not isinstance(watchdog_timeout, (int, float)) or not watchdog_timeout > 0:
+        raise ValueError(f"LLM: watchdog_timeout is {watchdog_timeout!r}, expected seconds, more than 0")
+    if max_num_tokens is not None and (type(max_num_tokens) is not int or max_num_tokens < 1):
+        raise ValueError(f"LLM: max_num_tokens is {max_num_tokens!r}, expected None or an integer, at least 1")
+
+
+def of_type(name: str, value: Any, *kinds: type) -> Any:
+    if value is not None and not isinstance(value, kinds):
+        raise ValueError(f"LLM: {name} is {value!r}, expected a {' or '.join(k.__name__ for k in kinds)}")
+    return value

@@ -70,7 +70,8 @@ class Runner:
         self.decode_sizes = check_sizes("graph_sizes", sorted(decode_sizes), max_batch)
         mixed_sizes = check_sizes("mixed_sizes", mixed_sizes, max_tokens)
         self.mixed_sizes = sorted({(t, min(t, b, max_batch)) for t in mixed_sizes for b in (FEW, max_batch)})
-        kinds = {"tokens": self._tokens, "logits": self._logits, "move_on": self._move_on, "mixed": self._padded, "guess": self._guess}
+        kinds: dict[str, Callable[[Any], Tensor]] = {"guess": self._guess}
+        kinds |= {"tokens": self._tokens, "logits": self._logits, "move_on": self._move_on, "mixed": self._padded}
         self.graphs = Graphs(kinds, kv.device)
         self._traits, self._version = Traits(), -1
         self._side = torch.cuda.Stream(kv.device) if kv.device.type == "cuda" else None

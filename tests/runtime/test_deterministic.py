@@ -206,16 +206,17 @@ def test_on_a_gpu_bits_do_not_depend_on_company(quant, kv) -> None:
 @pytest.mark.parametrize(("n", "k"), [(4096, 1024), (1024, 2816), (5632, 1024), (128, 4096), (28672, 4096)])
 def test_products_on_a_gpu_have_one_order_for_any_number_of_rows(n, k) -> None:
     from pyllm import ops
+    from pyllm.ops import invariant
 
     g = torch.Generator("cuda").manual_seed(n)
     x, w = (torch.randn(rows, k, device="cuda", generator=g).bfloat16() for rows in (2100, n))
     (x8, xs), (w8, ws) = ops.quantize_fp8(x, "token"), ops.quantize_fp8(w, "token")
-    wide, wide8 = ops.invariant_linear(x, w), ops.invariant_linear_fp8(x8, w8, xs, ws, None, torch.bfloat16)
+    wide, wide8 = invariant.invariant_linear(x, w), invariant.invariant_linear_fp8(x8, w8, xs, ws, None, torch.bfloat16)
     # fp32 sums of k products of rounded values, rounded to bf16: 2^-9 of the result, 2^-24 k of the sum of magnitudes
     want = x[:64].double() @ w.double().T
     slack = 2**-8 * want.abs() + k * 2**-24 * (x[:64].double().abs() @ w.double().abs().T)
     assert ((wide[:64].double() - want).abs() <= slack).all()
     for first, rows in ((0, 1), (3, 2), (0, 16), (7, 17), (0, 64), (100, 65), (0, 128), (30, 256), (0, 257), (513, 300), (0, 1024)):
         part = slice(first, first + rows)
-        assert torch.equal(ops.invariant_linear(x[part], w), wide[part]), (first, rows)
-        assert torch.equal(ops.invariant_linear_fp8(x8[part], w8, xs[part], ws, None, torch.bfloat16), wide8[part]), (first, rows)
+        assert torch.equal(invariant.invariant_linear(x[part], w), wide[part]), (first, rows)
+        assert torch.equal(invariant.invariant_linear_fp8(x8[part], w8, xs[part], ws, None, torch.bfloat16), wide8[part]), (first, rows)
