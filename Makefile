@@ -1,6 +1,6 @@
 # Everything starts from a machine with Python 3.10+ and make: each target sets up what it needs first (tools/setup_env.py).
 .DEFAULT_GOAL := help
-.PHONY: help demo build test lint check format gpu-test gpu-sanitize gpu-bench soak clean
+.PHONY: help demo build test lint check format fuzz gpu-test gpu-sanitize gpu-bench soak clean
 
 PYTHON ?= python3
 PROMPT ?= Why is the sky blue? Answer in two sentences.
@@ -8,6 +8,7 @@ MODEL ?=
 TESTS ?= tests
 SANITIZER ?= memcheck
 JOBS ?= 4
+FILES ?= 1000000
 MINUTES ?= 10
 export PROMPT MODEL
 
@@ -44,6 +45,10 @@ format:  ## rewrite the sources as lint wants them
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
 	@$(CLANG_FORMAT) -i $(CXX_FILES)
+
+fuzz:  ## a million mutated files through the loaders, recorded in bench/results/fuzz.jsonl [FILES=20000: not recorded]
+	$(SETUP) test
+	@$(RUN) -m tools.fuzz --files $(FILES) $(if $(filter 1000000,$(FILES)),--record)
 
 gpu-test:  ## the GPU tests, recorded in bench/results/gpu_tests.jsonl [TESTS=tests/norm JOBS=4]
 	$(SETUP) test

@@ -6,7 +6,7 @@ import codecs
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 
@@ -19,14 +19,18 @@ from .patterns import check_patterns
 MAX_TOKENIZER_BYTES = 256 << 20
 
 
-def _guard(where: str, build: Callable[[], tokenizers.Tokenizer]) -> tokenizers.Tokenizer:
-    """Run a constructor of the Rust library. A panic there arrives as a BaseException that `except Exception` would let through."""
+T = TypeVar("T")
+
+
+def _guard(what: str, run: Callable[[], T]) -> T:
+    """Run something of the Rust library. A panic there arrives as a BaseException that `except Exception` would let through; a file may
+    also hold rules that only fail on a text, such as an unknown token that is not in the vocabulary."""
     try:
-        return build()
-    except (KeyboardInterrupt, SystemExit, CheckpointError):
+        return run()
+    except (KeyboardInterrupt, SystemExit, MemoryError, CheckpointError):
         raise
     except BaseException as error:
-        raise CheckpointError(f"{where}: not a tokenizer: {error}") from None
+        raise CheckpointError(f"{what}: {error}") from None
 
 
 def _byte_level_table() -> dict[str, int]:
@@ -119,7 +123,10 @@ class StreamDecoder:
         if kinds == ["ByteLevel"]:
             self._stream = _ByteLevelStream()
         else:
-            self._stream = _WindowStream(lambda ids: self._backend.decode(ids, skip_special_tokens=False))
+            self._stream = _WindowStream(self._decode)
+
+    def _decode(self, ids: list[int]) -> str:
+        return _guard("StreamDecoder", lambda: self._backend.decode(ids, skip_special_tokens=False))
 
     def push(self, token_id: int) -> str:
         _check_ids("StreamDecoder.push", [token_id])
@@ -142,7 +149,7 @@ class Tokenizer:
     @classmethod
     def from_file(cls, path: str | Path) -> Tokenizer:
         data = read_bytes(Path(path), MAX_TOKENIZER_BYTES)
-        backend = _guard(str(path), lambda: tokenizers.Tokenizer.from_str(data.decode("utf-8")))
+        backend = _guard(f"{path}: not a tokenizer", lambda: tokenizers.Tokenizer.from_str(data.decode("utf-8")))
         try:
             check_patterns(backend)
         except CheckpointError as error:
@@ -151,7 +158,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, file: GgufFile) -> Tokenizer:
-        return cls(_guard(str(file.path), lambda: gguf_tokenizer(file)))
+        return cls(_guard(f"{file.path}: not a tokenizer", lambda: gguf_tokenizer(file)))
 
     @property
     def vocab_size(self) -> int:
@@ -169,13 +176,13 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"Tokenizer.encode: text[{error.start}] is {show(text[error.start])}, half of a surrogate pair") from None
-        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return list(_guard("Tokenizer.encode", lambda: self.backend.encode(text, add_special_tokens=add_special_tokens).ids))
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids; an id that has no token (the padding rows of an embedding) adds nothing."""
         numbers = [int(i) for i in ids]
         _check_ids("Tokenizer.decode", numbers)
-        return str(self.backend.decode(numbers, skip_special_tokens=skip_special_tokens))
+        return _guard("Tokenizer.decode", lambda: self.backend.decode(numbers, skip_special_tokens=skip_special_tokens))
 
     def stream(self, skip_special_tokens: bool = True) -> StreamDecoder:
         return StreamDecoder(self, skip_special_tokens)

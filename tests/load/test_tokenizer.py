@@ -203,6 +203,18 @@ def test_bad_tokenizer_file(tmp_path: Path, data: bytes, message: str) -> None:
     assert str(path) in str(raised.value)
 
 
+def test_a_file_that_makes_the_library_panic_is_an_error_of_the_text(tmp_path: Path) -> None:
+    """A template that names a token it does not describe passes the library's own checks and panics on the first text."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
+    template: dict[str, Any] = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+    template["single"] = [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    raw = json.loads(backend.to_str()) | {"post_processor": template}
+    tokenizer = Tokenizer.from_file(write(tmp_path / "tokenizer.json", json.dumps(raw)))
+    with pytest.raises(CheckpointError, match=r"Tokenizer.encode: no entry found for key"):
+        tokenizer.encode("a")
+    assert tokenizer.encode("a", add_special_tokens=False) == [0]
+
+
 def test_a_decoder_that_mixes_byte_level_with_others_is_refused(tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
     backend.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteLevel(), tokenizers.decoders.Strip(" ", 1, 0)])
