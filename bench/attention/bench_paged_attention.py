@@ -1,4 +1,4 @@
-"""paged_attention on mixed steps, against FlashAttention-3 (vLLM's build): decodes of 4k keys beside chunks of prompts, pages of 64.
+"""paged_attention on mixed steps, against FlashAttention-3 (vLLM's build): decodes of 1k and 4k keys beside chunks of prompts, pages of 64.
 
 bytes: the keys and values of all sequences once, q in, o and LSE out. flops: 4 H D for each query and each key that it sees.
 """
@@ -26,6 +26,8 @@ class Set:
     table: torch.Tensor
     starts: torch.Tensor
     lens: torch.Tensor
+    q_fp8: torch.Tensor
+    ones: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class Step:
             table = torch.zeros(len(need), max(need), dtype=torch.int32, device="cuda")
             for b, pages in enumerate(torch.randperm(sum(need), device="cuda").int().split(need)):
                 table[b, : len(pages)] = pages
-            return Set(torch.randn(sum(rows), self.H, self.D, device="cuda", dtype=BF16), pool(), pool(), table, starts, lens)
+            q = torch.randn(sum(rows), self.H, self.D, device="cuda", dtype=BF16)
+            return Set(q, pool(), pool(), table, starts, lens, q.to(FP8), torch.ones(len(need), self.K, device="cuda"))
 
         return [one() for _ in range(count)]
 
@@ -64,15 +67,14 @@ class Step:
         return paged_attention(s.q, s.k_cache, s.v_cache, s.table, s.starts, s.lens, scale=self.D**-0.5, max_q=self.rows)
 
     def fa3(self, s: Set) -> torch.Tensor:
-        """16-bit q and caches; its plan, made once per step by its users, is left out of the time by leaving it to the call's own."""
+        """Its plan, made once per step by its users, is left to the call's own. Its fp8 caches want an fp8 q, ours quantizes it itself."""
         rows, keys = self.rows_and_keys()
         optional = ("k_new", "v_new", "q_v", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "leftpad_k", "rotary_cos",
-                    "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale", "scheduler_metadata", "pack_gqa", "s_aux",
-                    "cp_tot_seqused_k")  # fmt: skip
+                    "rotary_sin", "seqlens_rotary", "scheduler_metadata", "pack_gqa", "s_aux", "cp_tot_seqused_k")  # fmt: skip
         return vllm.call(
             "fwd",
             namespace="_vllm_fa3_C",
-            q=s.q,
+            q=s.q_fp8 if self.fp8 else s.q,
             k=s.k_cache,
             v=s.v_cache,
             out=torch.empty_like(s.q),
@@ -91,6 +93,7 @@ class Step:
             sm_margin=0,
             cp_world_size=1,
             cp_rank=0,
+            **dict.fromkeys(("q_descale", "k_descale", "v_descale"), s.ones if self.fp8 else None),
             **dict.fromkeys(optional),
         )
 
@@ -106,8 +109,8 @@ class Step:
             flops=4 * self.H * self.D * pairs,
             make=self.make,
             ours=self.ours,
-            baselines={} if self.fp8 else {"fa3": self.fa3},
-            goal=Goal() if self.fp8 else Goal(ratio={"fa3": 1.0}),
+            baselines={"fa3": self.fa3},
+            goal=Goal(ratio={"fa3": 1.0}),
         )
 
 
@@ -115,6 +118,8 @@ def cases(shapes: Shapes) -> list[Case]:
     heads = (shapes.H, shapes.K, shapes.D)
     if shapes.D not in (64, 128, 256):
         return []
-    steps = [(32, 1, 2048, 0), (64, 2, 512, 2048), (0, 4, 2048, 6144)]
-    found = [Step(*step, *heads).case() for step in steps]
-    return found + [Step(*steps[0], *heads, fp8=True).case()] if shapes.name == "default" else found[:1]
+    if shapes.name != "default":
+        return [Step(32, 1, 2048, 0, *heads).case()]
+    steps = [(32, 1, 2048, 0, 4096), (32, 1, 512, 0, 1024), (128, 1, 2048, 0, 1024), (128, 1, 512, 0, 4096), (64, 2, 512, 2048, 4096)]
+    found = [Step(*step[:4], *heads, fp8, step[4]).case() for fp8 in (False, True) for step in steps]
+    return [*found, Step(0, 4, 2048, 6144, *heads).case()]
