@@ -103,14 +103,9 @@ Tensor dense_linear_cuda(const Tensor& x, const Tensor& weight, const std::optio
   return out;
 }
 
-Tensor linear_fp8_cuda(const Tensor& x, const Tensor& weight, const Tensor& x_scale, const Tensor& weight_scale,
-                       const std::optional<Tensor>& bias, bool fp16) {
-  Check check("linear_fp8");
-  check_operands(check, x, weight, {kE4M3}, 16);
-  DenseParams p = params_of(check, x, weight, DType::kE4M3, fp16);
-  check_scales(check, p, x_scale, weight_scale);
+Tensor run_fp8(Check& check, DenseParams& p, const Tensor& x, const OptionalTensor& bias, bool fp16) {
   p.epilogue.bias = check_vector(check, bias, "bias", "N", fp16 ? kFP16 : kBF16);
-  Tensor out = new_tensor(x, {p.m, p.n}, fp16 ? kFP16 : kBF16);
+  Tensor out = new_tensor(x, {p.m, p.gated ? p.n / 2 : p.n}, fp16 ? kFP16 : kBF16);
   if (p.m == 0) return out;
   p.out = out.data_ptr();
   const DeviceScope device(check);
@@ -127,11 +122,33 @@ Tensor linear_fp8_cuda(const Tensor& x, const Tensor& weight, const Tensor& x_sc
                    .w_stride = p.w_stride,
                    .dtype = p.dtype,
                    .out_dtype = p.out_dtype,
-                   .gated = false,
+                   .gated = p.gated,
                    .epilogue = p.epilogue},
                   stream_of(check));
   }
   return out;
+}
+
+Tensor linear_fp8_cuda(const Tensor& x, const Tensor& weight, const Tensor& x_scale, const Tensor& weight_scale,
+                       const std::optional<Tensor>& bias, bool fp16) {
+  Check check("linear_fp8");
+  check_operands(check, x, weight, {kE4M3}, 16);
+  DenseParams p = params_of(check, x, weight, DType::kE4M3, fp16);
+  check_scales(check, p, x_scale, weight_scale);
+  return run_fp8(check, p, x, bias, fp16);
+}
+
+Tensor linear_fp8_gated_cuda(const Tensor& x, const Tensor& weight, const Tensor& x_scale, const Tensor& weight_scale,
+                             const std::optional<Tensor>& bias, bool fp16, int64_t act) {
+  Check check("linear_fp8_gated");
+  check_operands(check, x, weight, {kE4M3}, 16);
+  DenseParams p = params_of(check, x, weight, DType::kE4M3, fp16);
+  check_scale(check, x_scale, "x_scale", "M", p.epilogue.row_scale, p.epilogue.row_scale_step);
+  check_scale(check, weight_scale, "weight_scale", "N", p.epilogue.column_scale, p.epilogue.column_scale_step);
+  check.require(act >= 0 && act <= 3, "act", "is ", act, ", expected 0 to 3 (silu, gelu, gelu_tanh, relu2)");
+  p.gated = true;
+  p.epilogue.act = static_cast<int>(act);
+  return run_fp8(check, p, x, bias, fp16);
 }
 
 Tensor linear_int8_cuda(const Tensor& x, const Tensor& weight, const Tensor& x_scale, const Tensor& weight_scale,
@@ -157,5 +174,6 @@ Tensor linear_int8_cuda(const Tensor& x, const Tensor& weight, const Tensor& x_s
 STABLE_TORCH_LIBRARY_IMPL(pyllm, CUDA, m) {
   m.impl("dense_linear", PYLLM_BOX(pyllm::dense_linear_cuda));
   m.impl("linear_fp8", PYLLM_BOX(pyllm::linear_fp8_cuda));
+  m.impl("linear_fp8_gated", PYLLM_BOX(pyllm::linear_fp8_gated_cuda));
   m.impl("linear_int8", PYLLM_BOX(pyllm::linear_int8_cuda));
 }

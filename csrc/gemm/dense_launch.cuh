@@ -20,7 +20,7 @@ inline int sm_count() {
 
 template <class C>
 constexpr TileInfo tile_info() {
-  return {C::kWay == Way::kTurns, C::BM, C::BN, C::kSplit};
+  return {C::kWay == Way::kTurns, C::BM, C::BN, C::kSplit, C::kPerSm};
 }
 
 template <class C>

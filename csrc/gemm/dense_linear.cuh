@@ -184,7 +184,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const Shape& shape, co
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1)
+__global__ void __launch_bounds__(C::kThreads, C::kPerSm)
     gemm_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Shape shape,
                 const __grid_constant__ gemm::EpilogueParams epilogue, const __grid_constant__ Blocks blocks) {
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -208,13 +208,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     barrier_init_fence();
   }
   C::kSplit > 1 ? cluster_sync() : __syncthreads();
-  pdl_wait();
   if (warp < 4) {
-    registers_down<C::kProducerRegisters>();
+    if constexpr (C::kMoveRegisters) registers_down<C::kProducerRegisters>();
     if (warp == 0) {
       if (elect_one()) produce<C>(maps, shape, smem, walk);
       __syncwarp();
     } else if (warp == 1) {
+      pdl_wait();
       produce_columns<C>(shape, epilogue, smem, walk);
     }
     pdl_trigger();
@@ -224,7 +224,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       cluster_sync();
     }
   } else {
-    registers_up<C::kConsumerRegisters>();
+    if constexpr (C::kMoveRegisters) registers_up<C::kConsumerRegisters>();
+    pdl_wait();
     consume<C>(maps, shape, epilogue, blocks, smem, walk);
   }
   // Peers may still write their parts here: nobody leaves before all are done.

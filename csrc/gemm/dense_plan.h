@@ -8,6 +8,7 @@ namespace pyllm::dense {
 struct TileInfo {
   bool turns;  // Way::kTurns
   int bm, bn, split;
+  int per_sm = 1;  // CTAs
 };
 
 struct Problem {
@@ -19,7 +20,10 @@ struct Problem {
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // CTAs of one wave. The GPCs of an H200 have 16 or 18 SMs: 30 clusters of 4 fit, not 33.
-inline int64_t slots(const TileInfo& t, int sms) { return t.split <= 2 ? sms / t.split * t.split : (sms / t.split - 3) * t.split; }
+inline int64_t slots(const TileInfo& t, int sms) {
+  if (t.per_sm > 1) return t.per_sm * sms / t.split * t.split;
+  return t.split <= 2 ? sms / t.split * t.split : (sms / t.split - 3) * t.split;
+}
 
 inline int64_t tiles(const TileInfo& t, const Problem& p) { return ceil_div(p.m, t.bm) * ceil_div(p.n, t.bn); }
 

@@ -9,8 +9,8 @@
 
 namespace pyllm::dense {
 
-constexpr int kStageBytes = 128;  // of one row of a stage: the span of the 128-byte swizzle
-constexpr int kSmemPerCta = 227 * 1024;
+constexpr int kStageBytes = 128;        // of one row of a stage: the span of the 128-byte swizzle
+constexpr int kSmemPerSm = 228 * 1024;  // of which each CTA takes 1 KB for itself
 
 // How the products are summed: kPlain leaves the whole sum over K in the tensor core's accumulators (for e4m3 they keep about 14 bits
 // of the products' alignment), kBlock takes each 128 columns of K out and adds them in fp32, times the scales of their blocks.
@@ -41,9 +41,12 @@ struct Tile {
   static constexpr Sums kSums = Sums_;
   static constexpr Way kWay = Way_;
   static constexpr int BK = kStageBytes / sizeof(T);
-  static constexpr int kConsumers = 2;                          // warpgroups that multiply
-  static constexpr int kSharers = kWay == Way::kTurns ? 1 : 2;  // of one tile
-  static constexpr int kTiles = kConsumers / kSharers;          // at a time
+  // Warpgroups that multiply. Tiles of 64 rows are for up to 64 rows of x, where the stream of w is all that counts: one of them, and two
+  // CTAs an SM where the sums leave room for that.
+  static constexpr int kConsumers = kWay == Way::kTogether && BM == 64 ? 1 : 2;
+  static constexpr int kPerSm = kConsumers == 1 && BN <= 128 ? 2 : 1;
+  static constexpr int kSharers = kWay == Way::kTurns ? 1 : kConsumers;  // of one tile
+  static constexpr int kTiles = kConsumers / kSharers;                   // at a time
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kBlocksM = BM / (64 * kSharers);                                        // of 64 rows, per warpgroup
   static constexpr int R = BN / 2;                                                             // sums per thread and 64 rows
@@ -55,10 +58,11 @@ struct Tile {
   static constexpr int kBytesC = kConsumers * kChunkBuffers * kChunkBytes;
   static constexpr int kBytesColumns = BN * 8;                          // of one tile
   static constexpr int kTail = kBytesC + kTiles * kBytesColumns + 256;  // 256: barriers
-  static constexpr int kFit = (kSmemPerCta - kTail) / (kBytesA + kBytesB);
+  static constexpr int kFit = (kSmemPerSm / kPerSm - 1024 - kTail) / (kBytesA + kBytesB);
   static constexpr int kStages = kFit > 8 ? 8 : kFit;
   static constexpr int kSmem = kStages * (kBytesA + kBytesB) + kTail;
   // 65536 registers among three warpgroups would be 168 per thread: too few for the sums.
+  static constexpr bool kMoveRegisters = kConsumers == 2;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static_assert(kStages >= 3 && BM % (64 * kSharers) == 0 && BN % 16 == 0 && BN <= 256 && kSplit <= 8);
   static_assert((kSplit & (kSplit - 1)) == 0 && (BN / kSplit) % kChunk == 0, "each CTA of a split stores whole chunks");
@@ -140,21 +144,33 @@ struct Ring {
 };
 
 template <class C>
+__device__ __forceinline__ void load_weights(const Maps& maps, const Shared<C>& smem, int stage, int k, int n) {
+  const uint32_t full = smem.full(stage);
+  barrier_arrive_expect(full, C::kBytesA + C::kBytesB);
+  if constexpr (C::Finish::kGated) {
+    tma_load(smem.b(stage), &maps.w, full, k * C::BK, 0, 0, n / 16);
+  } else {
+    tma_load(smem.b(stage), &maps.w, full, k * C::BK, n);
+  }
+}
+
+// No kernel of the stream writes the weights: the first ring of them is on its way before the wait for the kernels ahead.
+template <class C>
 __device__ __forceinline__ void produce(const Maps& maps, const Shape& shape, const Shared<C>& smem, const Walk<C>& walk) {
+  int m, n;
+  walk.origin(walk.first(), shape.raster, m, n);
+  const int ahead = min(walk.k_begin + C::kStages, walk.k_end);
+  for (int k = walk.k_begin; k < ahead; ++k) load_weights<C>(maps, smem, k - walk.k_begin, k, n);
+  pdl_wait();
   Ring<C> ring;
   for (int tile = walk.first(); tile < walk.count(); tile += walk.step) {
-    int m, n;
     walk.origin(tile, shape.raster, m, n);
     for (int k = walk.k_begin; k < walk.k_end; ++k, ring.next()) {
-      const uint32_t full = smem.full(ring.stage);
-      barrier_wait(smem.empty(ring.stage), ring.phase ^ 1);
-      barrier_arrive_expect(full, C::kBytesA + C::kBytesB);
-      tma_load(smem.a(ring.stage), &maps.x, full, k * C::BK, m);
-      if constexpr (C::Finish::kGated) {
-        tma_load(smem.b(ring.stage), &maps.w, full, k * C::BK, 0, 0, n / 16);
-      } else {
-        tma_load(smem.b(ring.stage), &maps.w, full, k * C::BK, n);
+      if (tile != walk.first() || k >= ahead) {
+        barrier_wait(smem.empty(ring.stage), ring.phase ^ 1);
+        load_weights<C>(maps, smem, ring.stage, k, n);
       }
+      tma_load(smem.a(ring.stage), &maps.x, smem.full(ring.stage), k * C::BK, m);
     }
   }
 }

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from pyllm.ops.dense_checks import check_bias, check_blocks, check_operands, check_rows, check_scale, name_of
+from pyllm.ops.dense_checks import HALVES, check_bias, check_blocks, check_operands, check_rows, check_scale, name_of
 from pyllm.ops.fused import ACTS, activation
 from pyllm.ops.registry import check, define
 
-HALVES = (torch.bfloat16, torch.float16)
 E4M3 = torch.float8_e4m3fn
 BLOCK = 128
 """Columns of K (of x) and rows and columns (of the weight) that share a scale of `linear_fp8`."""
@@ -33,7 +34,8 @@ def dense_linear(
 
     Args:
         x: `[M, K]` rows, bf16 or fp16, K a multiple of 8 from 16 on. The base and the row stride are multiples of 16 bytes.
-        weight: `[N, K]` rows of x.dtype, aligned like x, N a multiple of 8 from 16 on; gated: N = 2F, a multiple of 16.
+        weight: `[N, K]` rows of x.dtype, aligned like x, N a multiple of 8 from 16 on; gated: N = 2F, a multiple of 16. A constant: the
+            kernel may read it before the kernels ahead of it in the stream have finished; this holds for all three products here.
         bias: `[N]` of x.dtype, contiguous.
         residual: `[M, N]` (gated `[M, F]`) rows of x.dtype, aligned like x; not changed.
         act: one of `ACTS`, or None.
@@ -59,21 +61,25 @@ def linear_fp8(
     weight_scale: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    act: str | None = None,
+    gated: bool = False,
 ) -> Tensor:
-    """`y[m, n] = sum_k x[m, k] * x_scale * weight[n, k] * weight_scale + bias[n]` of e4m3 values.
+    """`y[m, n] = sum_k x[m, k] * x_scale * weight[n, k] * weight_scale + bias[n]` of e4m3 values; gated: `act(gate) * up` of that.
 
     Args:
         x: e4m3 `[M, K]` rows, K a multiple of 16 from 16 on. The base and the row stride are multiples of 16 bytes.
-        weight: e4m3 `[N, K]` rows, aligned like x, N a multiple of 16 from 16 on. A constant: with up to 16 rows of x the kernel reads
-            it before the kernels ahead of it in the stream have finished (`skinny_linear`).
+        weight: e4m3 `[N, K]` rows, aligned like x, N a multiple of 16 from 16 on; a constant, as in `dense_linear`.
         x_scale: fp32 dequantisation scales: `[1]` for all of x, `[M]` one per row (`quantize_fp8` mode token), or `[M, ceil(K / 128)]`
             one per 128 columns of a row (mode group).
         weight_scale: fp32: `[1]` or `[N]`; with scales of x by 128 columns `[ceil(N / 128), ceil(K / 128)]`, one per 128 x 128 block.
         bias: `[N]` of out_dtype, contiguous.
         out_dtype: bf16 or fp16.
+        act: one of `ACTS` with gated, where the weight's first half of rows is the gate, its second half the up projection; else None.
+            gated takes no scales by blocks.
 
     Returns:
-        `[M, N]` of out_dtype, contiguous.
+        `[M, N]` (gated `[M, N / 2]`) of out_dtype, contiguous.
 
     Scales per tensor, row or column multiply the finished sum. The tensor cores of sm_90 keep about 14 bits of each product below the
     largest in a sum of e4m3 products, so the error of a sum is about 2^-13 of its largest partial sum; scales by blocks also bound that,
@@ -83,7 +89,17 @@ def linear_fp8(
         ValueError (RuntimeError on CUDA): sizes, dtypes, strides or alignment that disagree with the above.
     """
     check(out_dtype in HALVES, "linear_fp8", "out_dtype", f"is {out_dtype}, expected torch.bfloat16 or torch.float16")
-    return torch.ops.pyllm.linear_fp8(x, weight, x_scale, weight_scale, bias, out_dtype == torch.float16)
+    check(act is None or act in ACTS, "linear_fp8", "act", f"is {act!r}, expected None or one of {', '.join(ACTS)}")
+    check(
+        (act is None) != gated,
+        "linear_fp8",
+        "act",
+        f"is {act!r}, expected {'one of ' + ', '.join(ACTS) + ' with gated' if gated else None}",
+    )
+    fp16 = out_dtype == torch.float16
+    if act is None:
+        return torch.ops.pyllm.linear_fp8(x, weight, x_scale, weight_scale, bias, fp16)
+    return torch.ops.pyllm.linear_fp8_gated(x, weight, x_scale, weight_scale, bias, fp16, ACTS[act])
 
 
 def linear_int8(
@@ -98,7 +114,7 @@ def linear_int8(
 
     Args:
         x: int8 `[M, K]` rows, K a multiple of 16 from 16 to 2^17 - 16. The base and the row stride are multiples of 16 bytes.
-        weight: int8 `[N, K]` rows, aligned like x, N a multiple of 16 from 16 on.
+        weight: int8 `[N, K]` rows, aligned like x, N a multiple of 16 from 16 on; a constant, as in `dense_linear`.
         x_scale: fp32 dequantisation scales, `[1]` for all of x or `[M]` one per row.
         weight_scale: fp32, `[1]` or `[N]`.
         bias: `[N]` of out_dtype, contiguous.
@@ -106,20 +122,10 @@ def linear_int8(
 
     Returns:
         `[M, N]` of out_dtype, contiguous: the product of sum and scales in fp32, rounded once.
-
-    Raises:
-        ValueError (RuntimeError on CUDA): sizes, dtypes, strides or alignment that disagree with the above.
+    Errors: as `linear_fp8`.
     """
     check(out_dtype in HALVES, "linear_int8", "out_dtype", f"is {out_dtype}, expected torch.bfloat16 or torch.float16")
     return torch.ops.pyllm.linear_int8(x, weight, x_scale, weight_scale, bias, out_dtype == torch.float16)
-
-
-def dense_serves(x: Tensor, weight: Tensor) -> bool:
-    """Whether `dense_linear` takes these two: sm_90, bf16 or fp16, N and K multiples of 8 from 16 on, rows at multiples of 16 bytes."""
-    if x.dtype not in HALVES or not x.is_cuda or torch.cuda.get_device_capability(x.device) != (9, 0):
-        return False
-    sizes = all(size >= 16 and size % 8 == 0 for size in weight.shape)
-    return sizes and all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, weight))
 
 
 def _check_dense(
@@ -180,11 +186,12 @@ def _dense_fake(
     return x.new_empty(_check_dense(x, weight, bias, residual, act, gated, softcap))
 
 
-def _check_fp8(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, fp16: bool) -> None:
-    op = "linear_fp8"
+def _check_fp8(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, fp16: bool, op: str = "linear_fp8"
+) -> None:
     check_operands(op, x, weight, (E4M3,), 16)
     (m, k), n = x.shape, weight.shape[0]
-    if x_scale.dim() == 2:
+    if x_scale.dim() == 2 and op == "linear_fp8":
         check_blocks(op, "x_scale", x_scale, m, -(-k // BLOCK))
         check_blocks(op, "weight_scale", weight_scale, -(-n // BLOCK), -(-k // BLOCK))
     else:
@@ -193,22 +200,44 @@ def _check_fp8(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor,
     check_bias(op, bias, n, HALVES[fp16])
 
 
-def _fp8_reference(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, fp16: bool = False
-) -> Tensor:
-    _check_fp8(x, weight, x_scale, weight_scale, bias, fp16)
+def _fp8_product(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
     if x_scale.dim() == 2:
         n, k = weight.shape
         wide = weight_scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
         y = (x.float() * x_scale.repeat_interleave(BLOCK, 1)[:, :k]) @ (weight.float() * wide).T
     else:
         y = (x.float() @ weight.float().T) * x_scale[:, None] * weight_scale
-    return (y if bias is None else y + bias.float()).to(HALVES[fp16])
+    return y if bias is None else y + bias.float()
+
+
+def _fp8_reference(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, fp16: bool = False
+) -> Tensor:
+    _check_fp8(x, weight, x_scale, weight_scale, bias, fp16)
+    return _fp8_product(x, weight, x_scale, weight_scale, bias).to(HALVES[fp16])
 
 
 def _fp8_fake(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, fp16: bool = False) -> Tensor:
     _check_fp8(x, weight, x_scale, weight_scale, bias, fp16)
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=HALVES[fp16])
+
+
+def _check_fp8_gated(*product: Any, act: int) -> None:
+    _check_fp8(*product, op="linear_fp8_gated")
+    check(0 <= act < len(ACTS), "linear_fp8_gated", "act", f"is {act}, expected 0 to 3 (silu, gelu, gelu_tanh, relu2)")
+
+
+def _fp8_gated_reference(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, fp16: bool, act: int
+) -> Tensor:
+    _check_fp8_gated(x, weight, x_scale, weight_scale, bias, fp16, act=act)
+    gate, up = _fp8_product(x, weight, x_scale, weight_scale, bias).chunk(2, dim=1)
+    return (activation(gate, act) * up).to(HALVES[fp16])
+
+
+def _fp8_gated_fake(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, fp16: bool, act: int) -> Tensor:
+    _check_fp8_gated(x, weight, x_scale, weight_scale, bias, fp16, act=act)
+    return x.new_empty((x.shape[0], weight.shape[0] // 2), dtype=HALVES[fp16])
 
 
 def _check_int8(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, fp16: bool) -> None:
@@ -248,6 +277,13 @@ define(
     public="pyllm.ops.dense.linear_fp8",
     reference=_fp8_reference,
     fake=_fp8_fake,
+)
+define(
+    "linear_fp8_gated(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? bias, bool fp16, int act) -> Tensor",
+    stem="gemm/dense_fp8",
+    public="pyllm.ops.dense.linear_fp8",
+    reference=_fp8_gated_reference,
+    fake=_fp8_gated_fake,
 )
 define(
     "linear_int8(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? bias=None, bool fp16=False) -> Tensor",

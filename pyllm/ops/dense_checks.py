@@ -7,6 +7,8 @@ from torch import Tensor
 
 from pyllm.ops.registry import check
 
+HALVES = (torch.bfloat16, torch.float16)
+
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -55,3 +57,11 @@ def check_blocks(op: str, name: str, scale: Tensor, rows: int, columns: int) -> 
     check(scale.dtype == torch.float32, op, name, f"is {name_of(scale.dtype)}, expected float32")
     check(tuple(scale.shape) == (rows, columns), op, name, f"has shape {list(scale.shape)}, expected {[rows, columns]}")
     check(columns <= 1 or scale.stride(1) == 1, op, name, f".stride(1) is {scale.stride(1)}, expected 1")
+
+
+def dense_serves(x: Tensor, weight: Tensor) -> bool:
+    """Whether `dense_linear` takes these two: sm_90, bf16 or fp16, N and K multiples of 8 from 16 on, rows at multiples of 16 bytes."""
+    if x.dtype not in HALVES or not x.is_cuda or torch.cuda.get_device_capability(x.device) != (9, 0):
+        return False
+    sizes = all(size >= 16 and size % 8 == 0 for size in weight.shape)
+    return sizes and all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, weight))

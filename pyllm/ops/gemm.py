@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyllm.ops.dense import dense_serves
+from pyllm.ops.dense_checks import dense_serves
 from pyllm.ops.fused import ACTS, activation
 from pyllm.ops.registry import check, define
 from pyllm.ops.skinny import skinny_linear, skinny_serves

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from pyllm.ops import linear_fp8, quantize_fp8
+from pyllm.ops.fused import ACTS
+from tests.fused.formulas import FLUSH, activation64, activation_error
 from tests.gemm.dense_cases import BF16, EDGES, FP16, SMALL, check_graph, check_repeats, wide
 from tests.support.compare import EPS, assert_close, assert_same
 from tests.support.generate import FP8, normal, padded_rows, poisoned
@@ -31,7 +33,7 @@ def expanded(scale, kind, rows, k, square):
     return (s.repeat_interleave(128, 0)[:rows] if square else s).repeat_interleave(128, 1)[:, :k]
 
 
-def check(shape, kind, device, *, bias=False, out_dtype=BF16, seed=0):
+def check(shape, kind, device, *, bias=False, out_dtype=BF16, seed=0, act=None):
     m, n, k = shape
     torch.manual_seed(seed)
     x, w = wide(m, k, seed).clamp(-448, 448).to(FP8), normal(n, k, dtype=FP8, seed=seed + 1)
@@ -42,8 +44,8 @@ def check(shape, kind, device, *, bias=False, out_dtype=BF16, seed=0):
     if b is not None:
         want = want + b.double()
     args = [t.to(device) for t in (x, w, x_scale, w_scale)] + [None if b is None else b.to(device)]
-    call = lambda: linear_fp8(*args, out_dtype=out_dtype)  # noqa: E731
-    got = check_repeats(call, (m, n), out_dtype) if device == "cuda" and m else call()
+    call = lambda: linear_fp8(*args, out_dtype=out_dtype, act=act, gated=act is not None)  # noqa: E731
+    got = check_repeats(call, (m, n if act is None else n // 2), out_dtype) if device == "cuda" and m else call()
     assert got.dtype == out_dtype
     # The tensor core aligns the products of an instruction (32 of K) and its accumulator to the largest and drops what is below 2^-13 of
     # it: each of the K / 32 steps errs by at most 33 of those of the largest magnitude seen, which is at most the sum of magnitudes. By
@@ -51,7 +53,36 @@ def check(shape, kind, device, *, bias=False, out_dtype=BF16, seed=0):
     steps = 4 if kind == "block" else -(-k // 32)
     coarse = 2.0**-13 * min(steps, 8) if device == "cuda" else 0.0
     error = (coarse + (k + 8) * EPS[torch.float32]) * magnitude
+    if act is not None:
+        want, error = gated64(want, error, act, out_dtype)
     assert_close(got, want, rtol=EPS[out_dtype] * (1 + 2.0**-8), atol=error + (2.0**-25 if out_dtype == FP16 else 0.0))
+
+
+def gated64(y, error, act, dtype):
+    """act(gate) * up and its error: of the sums (no activation is steeper than 1.13, relu2 than 2 |gate|), and of the activation itself."""
+    (gate, up), (gate_error, up_error) = y.chunk(2, 1), error.chunk(2, 1)
+    a, slope = activation64(gate, act), 2 * (gate.abs() + gate_error) if act == "relu2" else 1.13
+    own = a.abs() * activation_error(gate, act, dtype) + FLUSH
+    return a * up, (slope * gate_error + own) * (up.abs() + up_error) + a.abs() * up_error
+
+
+@BOTH
+@pytest.mark.parametrize("act", ACTS)
+def test_gated(act, device):
+    """Few rows (the kernel of decode), many, and columns that end inside a tile."""
+    for shape in ((1, 32, 64), (5, 96, 400), (17, 528, 272), (300, 160, 512)) if device == "cuda" else ((5, 96, 48),):
+        check(shape, "row", device, act=act, seed=shape[0])
+        if act != "relu2":  # cubes of wide rows leave the range of fp16
+            check(shape, "mixed", device, act=act, bias=True, out_dtype=FP16, seed=1)
+
+
+def test_gated_wants_an_activation_and_no_blocks():
+    x, w, one = torch.zeros(3, 32).to(FP8), torch.zeros(48, 32).to(FP8), torch.ones(1)
+    for options, message in (({"gated": True}, "act is None, expected one of"), ({"act": "silu"}, "act is 'silu', expected None")):
+        with pytest.raises(ValueError, match=f"linear_fp8: {message}"):
+            linear_fp8(x, w, one, one, **options)
+    with pytest.raises(ValueError, match="linear_fp8_gated: x_scale has 2 dimensions, expected 1"):
+        linear_fp8(x, w, torch.ones(3, 1), torch.ones(1, 1), act="silu", gated=True)
 
 
 @BOTH
@@ -100,6 +131,8 @@ def test_a_quantized_product_is_close(device):
     """From bf16 through quantize_fp8: the whole product's relative error is that of two e4m3 roundings, 2^-4 / sqrt(3) each."""
     x, w = normal(65, 256, dtype=BF16), normal(48, 256, dtype=BF16)
     (xq, xs), (wq, ws) = quantize_fp8(x.to(device), "token"), quantize_fp8(w.to(device), "token")
+    if device == "cuda":
+        torch.cuda.synchronize()  # a weight is a constant: the product may read it before a kernel ahead of it has written it
     got, want = linear_fp8(xq, wq, xs, ws).cpu().double(), x.double() @ w.double().T
     assert (got - want).norm() / want.norm() < 2.0**-4
 
