@@ -22,6 +22,9 @@ from pyllm.ops import invariant
 QuantPlan = Sequence[tuple[str, "Format | None"]]
 """Ordered (glob over checkpoint names without suffix, Format); the first match wins; None and no match: the model's dtype."""
 
+GATE_ROWS, GATE_ROWS_FP8 = 512, 1 << 30
+"""Rows of x from which the gate in the epilogue was measured to be faster than an op of its own behind the product."""
+
 
 class Format:
     """Subclasses are frozen dataclasses, so that they compare, hash and print."""
@@ -43,6 +46,10 @@ class Format:
     def matmul(self, m: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """x `[T, K]` -> `[T, N]` of x's dtype."""
         raise TypeError(f"{type(self).__name__} has no matmul()")
+
+    def gates(self, rows: int, n: int, k: int, dtype: torch.dtype, device: str) -> bool:
+        """Whether, for so many rows of x, `matmul` (`matmul_e4m3`) takes `gate` (an activation) and gives `act(gate) * up` itself."""
+        return False
 
     def matmul_e4m3(self, m: Any, q: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """q `[T, K]` e4m3 with scale `[T]` -> `[T, N]` of dtype."""
@@ -79,7 +86,13 @@ class Dense(Format):
     def finish(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {k: t if self.dtype is None else t.to(self.dtype) for k, t in tensors.items()}
 
-    def matmul(self, m: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    def gates(self, rows: int, n: int, k: int, dtype: torch.dtype, device: str) -> bool:
+        halves = dtype in (torch.bfloat16, torch.float16) and self.dtype in (None, dtype)
+        return halves and device == "cuda" and rows >= GATE_ROWS and n % 16 == 0 and k % 8 == 0
+
+    def matmul(self, m: Any, x: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
+        if gate is not None:
+            return ops.dense_linear(x, m.weight, bias, act=gate, gated=True)
         w, linear = m.weight, invariant.invariant_linear if m.invariant else ops.linear
         if w.dtype == x.dtype:
             return linear(x, w, bias)
@@ -117,10 +130,16 @@ class Fp8(Format):
     def matmul(self, m: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         return self.matmul_e4m3(m, *ops.quantize_fp8(x, "token"), bias, x.dtype)
 
-    def matmul_e4m3(self, m: Any, q: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def gates(self, rows: int, n: int, k: int, dtype: torch.dtype, device: str) -> bool:
+        return rows >= GATE_ROWS_FP8 and n % 16 == 0
+
+    def matmul_e4m3(self, m: Any, q: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype, gate: str | None = None) -> Tensor:
         half = torch.bfloat16 if dtype == torch.float32 else dtype
         linear = invariant.invariant_linear_fp8 if m.invariant else ops.linear_fp8
-        return linear(q, m.weight, scale, m.weight_scale, None if bias is None else bias.to(half), half).to(dtype)
+        bias = None if bias is None else bias.to(half)
+        if gate is not None:
+            return ops.linear_fp8(q, m.weight, scale, m.weight_scale, bias, half, act=gate, gated=True).to(dtype)
+        return linear(q, m.weight, scale, m.weight_scale, bias, half).to(dtype)
 
     def weight_bytes(self, n: int, k: int) -> int:
         return n * k + 4 * n

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyllm import ops
 from pyllm.layers.formats import Format, QuantPlan, resolve
-from pyllm.layers.inputs import Pending
+from pyllm.layers.inputs import Gated, Pending
 from pyllm.layers.spec import Part, Spec, Split, Transform, Weight, groups, join, need_sizes, walk
 
 
@@ -116,6 +116,17 @@ class Linear(Spec):
                 return m.format.matmul_e4m3(m, *x.e4m3(), bias, x.dtype)
             x = x.tensor()
         return m.format.matmul(m, x, bias)
+
+    def gated(self, m: Any, x: Tensor | Pending, act: str) -> Gated:
+        """The product's rows `[gate | up]`, or their `act(gate) * up` where the format's kernel does that for so many rows."""
+        if not m.fuse:
+            return Gated(self.forward(m, x), act)
+        e4m3 = isinstance(x, Pending) and m.format.takes_e4m3
+        rows = x.e4m3() if e4m3 else (x.tensor() if isinstance(x, Pending) else x,)  # type: ignore[union-attr]
+        done = m.format.gates(len(rows[0]), sum(m.sizes), rows[0].shape[1], x.dtype, rows[0].device.type)
+        product, rest = (m.format.matmul_e4m3, (x.dtype,)) if e4m3 else (m.format.matmul, ())
+        y = product(m, *rows, m.bias if self.bias else None, *rest, **({"gate": act} if done else {}))
+        return Gated(y, act, done)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from pyllm import ops
-from pyllm.layers.inputs import Gated
 from pyllm.layers.linear import Linear
 from pyllm.layers.norm import Normed
 from pyllm.layers.spec import Part, Spec, Transform, consecutive, need_sizes
@@ -55,5 +54,4 @@ class MLP(Spec):
         }
 
     def forward(self, m: Any, x: Tensor | Normed, b: Batch) -> Tensor:
-        h = m.up(x)
-        return m.down(Gated(h, self.act) if self.gated else ops.act(h, self.act))
+        return m.down(m.up.spec.gated(m.up, x, self.act) if self.gated else ops.act(m.up(x), self.act))

@@ -21,23 +21,7 @@ from pyllm.layers.spec import Spec, nodes, path_of
 from pyllm.ops.attention import attention_kernel
 from pyllm.ops.gemm import streams
 from pyllm.ops.registry import OPS
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """What floors are computed from: bytes/s of a read stream, FLOP/s of large bf16 products (fp32 runs on the plain cores)."""
-
-    name: str
-    read: float
-    bf16: float
-    fp32: float
-    source: str
-
-
-GPUS = {
-    "h200": Gpu("NVIDIA H200", 4.6e12, 7.6e14, 5.5e13, "measured: attention reads, cuBLAS bf16; fp32 from the data sheet"),
-    "h100": Gpu("NVIDIA H100 SXM", 3.35e12, 9.9e14, 6.7e13, "data sheet"),
-}
+from pyllm.runtime.gpus import GPUS, Gpu
 
 
 @dataclass(frozen=True)
@@ -211,7 +195,19 @@ def _whole_norm_rows(ctx: Context, path: str, dim: int, parts: tuple[tuple[str, 
 @rows.register
 def _(spec: MLP, ctx: Context, path: str) -> Iterator[Row]:
     inner, ff = dict(nodes(spec)), spec.ff // ctx.tp
-    yield from linear_rows(inner["up"], ctx, path, normed_e4m3(spec, ctx, path))
+    up = list(linear_rows(inner["up"], ctx, path, normed_e4m3(spec, ctx, path)))
+    if spec.gated and _gates(inner["up"], ctx, path):
+        yield from up[:-1]
+        fp8, one = up[-1].op == "linear_fp8", up[-1]
+        now = (
+            {"op": "linear_fp8_gated", "kernel": "csrc/gemm/dense_fp8"}
+            if fp8
+            else {"op": "dense_linear", "kernel": "csrc/gemm/dense_linear"}
+        )
+        yield replace(one, what=f"{one.what}, {spec.act} * up", bytes=one.bytes - ctx.tokens * ff * ctx.item, **now)
+        yield from linear_rows(inner["down"], ctx, path)
+        return
+    yield from up
     fp8 = spec.gated and _takes_e4m3(inner["down"], ctx, path)
     op, read = ("act_mul_fp8" if fp8 else "act_mul", 2) if spec.gated else ("act", 1)
     written = ff + 4 if fp8 else ff * ctx.item
@@ -249,6 +245,12 @@ def _(spec: MoE, ctx: Context, path: str) -> Iterator[Row]:
 def _(spec: Sum, ctx: Context, path: str) -> Iterator[Row]:
     for branch in spec.branches:  # all read the one normed tensor
         yield from rows(branch, replace(ctx, normed=False), path_of(branch, path))
+
+
+def _gates(linear: Any, ctx: Context, path: str) -> bool:
+    w = linear.weights()["weight"]
+    n, k, dtype = sum(w.sizes(ctx.tp, path)), w.local_cols(ctx.tp, path) or 0, torch.bfloat16 if ctx.item == 2 else torch.float32
+    return ctx.fuse and resolve(linear.names(path), ctx.quant).gates(ctx.tokens, n, k, dtype, "cuda")
 
 
 def _takes_e4m3(linear: Any, ctx: Context, path: str) -> bool:
