@@ -26,7 +26,7 @@ from pyllm.models.fields import (
     size,
     warn_unread,
 )
-from pyllm.models.ropes import local, rope
+from pyllm.models.ropes import check_places, local, rope
 
 
 def normalize(
@@ -46,6 +46,7 @@ def normalize(
     if config.get("use_sliding_window") is False:
         flags.add("max_window_layers")  # says which layers have the window that there is not
     warn_unread(k for k, v in config.items() if k not in read | INERT | flags and v is not None)
+    check_places(config)
     config = _filled(config, defaults or {}, read)
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     c = SimpleNamespace(**{n: size(config, n) for n in sizes})

@@ -17,6 +17,25 @@ ROPE = {
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor",
     "long_factor", "max_position_embeddings",
 }  # fmt: skip
+TOP = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+"""Outside of `rope_parameters` in old files."""
+
+
+def check_places(config: Mapping[str, Any]) -> None:
+    """What a file says of its rope in two places must be one thing: which of the two another reader takes is nobody's guess."""
+    said: dict[str, tuple[str, Any]] = {}
+    for place in ("rope_scaling", "rope_parameters", ""):
+        found = config.get(place) if place else {n: config.get(n) for n in TOP}
+        if not isinstance(found, dict) or any(isinstance(v, dict) for v in found.values()):
+            continue
+        for name, value in found.items():
+            field, value = ("rope_type", {"su": "longrope"}.get(value, value)) if name in ("type", "rope_type") else (name, value)
+            if value is None:
+                continue
+            where = f"{place}: {name}" if place else name
+            other, before = said.setdefault(field, (where, value))
+            if before != value:
+                raise ValueError(f"config: {other} is {before!r}, but {where} is {value!r}")
 
 
 def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +51,7 @@ def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         elif nested:
             raise ValueError(f"config: {name} has parameters per layer type ({', '.join(nested)}), expected one set for all layers")
         found |= {k: v for k, v in (value or {}).items() if v is not None}
-    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+    for name in TOP:
         if config.get(name) is not None:
             found.setdefault(name, config[name])
     return found
@@ -90,6 +109,8 @@ def rope(config: Mapping[str, Any], c: SimpleNamespace) -> Rope:
     c.llama_4_scaling_beta = maybe(beta) if c.reads_beta else None
     warn_unread((k for k in p if k not in ROPE | ({beta} if c.reads_beta else set())), "config: rope_parameters")
     dim = int(c.head_dim * number("partial_rotary_factor", 1.0))
+    if dim % 2 or not 0 < dim <= c.head_dim:
+        raise ValueError(f"config: head_dim is {c.head_dim}, of which {dim} are rotated, expected an even number from 2 to head_dim")
     return Rope(dim, number("rope_theta", 1e4), longest, scaling)
 
 
