@@ -99,7 +99,7 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
         file, _, anchor = target.partition("#")
         if "://" not in target and not ((page.parent / file).exists() if file else anchor in anchors):
             missing.append(target)
-    paths = re.findall(r"`((?:csrc|pyllm|tests|tools|bench|docs)/[\w./-]*)`", text)
+    paths = re.findall(r"`((?:csrc|pyllm|tests|tools|bench|docs|examples)/[\w./-]*)`", text)
     missing += [path for path in paths if not (ROOT / path).exists()]
     assert not missing, f"{name(page)}: {', '.join(missing)}"
 
