@@ -85,8 +85,8 @@ def index_target(files: Files) -> Target:
         except CheckpointError as error:
             _check_message(error)
             return False
-        assert set(tensors) == {"x", "y"}
-        assert all(tensors[name].tolist() == [float(ord(name)), 1.0] for name in "xy")
+        assert set(tensors) <= {"x", "y"}  # an index may leave a file out
+        assert all(tensors[name].tolist() == [float(ord(name)), 1.0] for name in tensors)
         return True
 
     return run

@@ -4,6 +4,7 @@ from .chat import ChatTemplateError, render_chat
 from .checkpoint import Checkpoint, open_checkpoint
 from .demo import demo_model_path
 from .errors import CheckpointError
+from .staging import on_device
 from .tokenizer import StreamDecoder, Tokenizer
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "StreamDecoder",
     "Tokenizer",
     "demo_model_path",
+    "on_device",
     "open_checkpoint",
     "render_chat",
 ]

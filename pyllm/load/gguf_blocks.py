@@ -33,7 +33,7 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 def _fields(packed: Tensor, run: int, width: int) -> Tensor:
     """Fields of `width` bits of runs of `run` bytes: all the lowest fields of a run, then all the next ones. [blocks, values] uint8."""
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8).view(1, 1, -1, 1)
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device).view(1, 1, -1, 1)
     fields = (packed.reshape(packed.shape[0], -1, 1, run) >> shifts) & ((1 << width) - 1)
     return fields.reshape(packed.shape[0], -1)
 
@@ -41,11 +41,11 @@ def _fields(packed: Tensor, run: int, width: int) -> Tensor:
 def _bits32(blocks: Tensor, at: int) -> Tensor:
     """The 32 bits at byte `at`, lowest first: [blocks, 32] uint8."""
     word = blocks[:, at : at + 4].contiguous().view(torch.int32)
-    return ((word >> torch.arange(32, dtype=torch.int32)) & 1).to(torch.uint8)
+    return ((word >> torch.arange(32, dtype=torch.int32, device=blocks.device)) & 1).to(torch.uint8)
 
 
 def _look_up(table: tuple[int, ...], index: Tensor) -> Tensor:
-    return torch.tensor(table, dtype=torch.float32)[index.int()]
+    return torch.tensor(table, dtype=torch.float32, device=index.device)[index.int()]
 
 
 def _scaled(scales: Tensor, q: Tensor) -> Tensor:
@@ -127,6 +127,6 @@ def decode_q6_k(b: Tensor) -> Tensor:
 def decode_iq4_xs(b: Tensor) -> Tensor:
     low = _fields(b[:, 4:8], 1, 4)  # two scales in each byte
     word = b[:, 2:4].contiguous().view(torch.int16).int()
-    high = ((word >> torch.arange(0, 16, 2, dtype=torch.int32)) & 3).to(torch.uint8)
+    high = ((word >> torch.arange(0, 16, 2, dtype=torch.int32, device=b.device)) & 3).to(torch.uint8)
     scales = (low | high << 4).float().sub_(32).mul_(_half(b, 0))
     return _scaled(scales, _look_up(NONLINEAR, _fields(b[:, 8:], 16, 4)))

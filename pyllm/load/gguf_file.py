@@ -19,6 +19,7 @@ import torch
 from .errors import CheckpointError, show
 from .gguf_types import CHUNK, TYPES, GgufType
 from .mapped import MappedFile
+from .staging import Stager
 from .tensors import TensorMap
 
 MAX_TENSORS = 100_000
@@ -231,30 +232,30 @@ class GgufFile(TensorMap):
             raise CheckpointError(f"{self.path}: tensor {show(name)}: type {info.type.name} is not supported, only {readable}")
         return info.type.dtype
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """The numbers: a view of the file for plain types, decoded to fp32 for block types."""
-        return self._read(name, self.info(name).shape, 0)
+    def read(self, name: str, stager: Stager | None = None) -> torch.Tensor:
+        """The numbers: a view of the file for plain types, decoded to fp32 (on the stager's device) for block types."""
+        return self._read(name, self.info(name).shape, 0, stager)
 
-    def part(self, name: str, index: int) -> torch.Tensor:
+    def part(self, name: str, index: int, stager: Stager | None = None) -> torch.Tensor:
         """`self[name][index]` without decoding the rest: one expert of a stack."""
         shape = self.info(name).shape
         if not (len(shape) > 1 and 0 <= index < shape[0]):
             raise IndexError(f"{self.path}: tensor {show(name)}: no part {index} in shape {shape}")
-        return self._read(name, shape[1:], index)
+        return self._read(name, shape[1:], index, stager)
 
-    def _read(self, name: str, shape: tuple[int, ...], index: int) -> torch.Tensor:
+    def _read(self, name: str, shape: tuple[int, ...], index: int, stager: Stager | None) -> torch.Tensor:
         """`shape` of numbers, `index` times as many behind the start of the tensor. Rows are whole blocks, so every part of rows is."""
         info, dtype = self.info(name), self.dtype(name)
         block, decode = info.type, info.type.decode
         count = math.prod(shape) // block.values
         begin = info.begin + index * count * block.nbytes
         if decode is None:
-            return self._file.tensor(begin, shape, dtype)
-        raw = self._file.tensor(begin, (count, block.nbytes), torch.uint8)
+            return self._file.tensor(begin, shape, dtype, stager)
+        raw = self._file.tensor(begin, (count, block.nbytes), torch.uint8, stager)
         step = CHUNK // block.values
         if count <= step:
             return decode(raw).view(shape)
-        numbers = torch.empty(count, block.values, dtype=dtype)
+        numbers = torch.empty(count, block.values, dtype=dtype, device=raw.device)
         for at in range(0, count, step):
             numbers[at : at + step] = decode(raw[at : at + step])
         return numbers.view(shape)

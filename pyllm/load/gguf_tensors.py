@@ -20,6 +20,7 @@ from .errors import CheckpointError, show
 from .gguf_arch import TOP, Arch
 from .gguf_file import GgufFile
 from .gguf_model import ROPE_TENSORS, gguf_arch
+from .staging import Stager
 from .tensors import TensorMap
 
 STACKS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
@@ -132,16 +133,18 @@ class GgufTensors(TensorMap):
         kinds = [self.file.dtype(tensor) for tensor in r.tensors]
         return torch.float32 if r.how is How.MINUS_ONE else torch.promote_types(kinds[0], kinds[-1])
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def read(self, name: str, stager: Stager | None = None) -> torch.Tensor:
         r, dtype, shape = self.recipe(name), self.dtype(name), self.shape(name)
         if r.how is How.PART:
-            return self.file.part(r.tensors[0], r.number)
+            return self.file.part(r.tensors[0], r.number, stager)
+        w = self.file.read(r.tensors[0], stager)
         if r.how in (How.MIX, How.MIX_BIAS):
-            mixed = torch.empty(shape, dtype=dtype)
-            for i, tensor in enumerate(r.tensors):
-                mixed[..., i::2] = self.file[tensor].mT if r.how is How.MIX else self.file[tensor]
+            mixed = torch.empty(shape, dtype=dtype, device=w.device)
+            mixed[..., 0::2] = w.mT if r.how is How.MIX else w
+            del w  # stacks of experts are the largest tensors of a file: one at a time
+            w = self.file.read(r.tensors[1], stager)
+            mixed[..., 1::2] = w.mT if r.how is How.MIX else w
             return mixed
-        w = self.file[r.tensors[0]]
         if r.how is How.ROWS:
             return _unpermute(w, r.number)
         if r.how is How.SWAP:

@@ -1,18 +1,25 @@
 """A read-only model file in memory, and tensors that view it without a copy.
 
-The mapping is private (copy on write): a caller that writes into a tensor changes its own pages, never the file.
+`bytes` and `read_into` read the file itself (pread), `tensor` maps it. The mapping is private (copy on write): a caller that writes into
+a tensor changes its own pages, never the file.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import os
+import weakref
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from .errors import CheckpointError
 from .jsonfile import open_regular
+
+if TYPE_CHECKING:
+    from .staging import Stager
 
 
 class MappedFile:
@@ -25,6 +32,8 @@ class MappedFile:
             if self.size == 0:
                 raise CheckpointError(f"{path}: the file is empty")
             self._map = mmap.mmap(handle.fileno(), self.size, access=mmap.ACCESS_COPY)
+            self._descriptor = os.dup(handle.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
         self.view = memoryview(self._map)
 
     def _check(self, begin: int, end: int) -> None:
@@ -37,15 +46,30 @@ class MappedFile:
 
     def bytes(self, begin: int, end: int) -> bytes:
         self._check(begin, end)
-        return bytes(self.view[begin:end])
+        out = bytearray(end - begin)
+        self.read_into(begin, memoryview(out))
+        return bytes(out)
 
-    def tensor(self, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over the file's own pages; a copy only where the offset is not a multiple of the element size."""
+    def read_into(self, begin: int, out: memoryview) -> None:
+        """Fill `out` with the file's bytes from `begin` on."""
+        self._check(begin, begin + len(out))
+        while out:
+            got = os.preadv(self._descriptor, [out], begin)
+            if got == 0:
+                raise CheckpointError(f"{self.path}: the file ended at byte {begin} while it was read")
+            begin, out = begin + got, out[got:]
+
+    def tensor(self, begin: int, shape: tuple[int, ...], dtype: torch.dtype, stager: Stager | None = None) -> torch.Tensor:
+        """A tensor over the file's own pages; a copy only where the offset is not a multiple of the element size.
+
+        With a stager: a copy on its device, whose pages are read and not mapped."""
         count = math.prod(shape)
         nbytes = count * dtype.itemsize
         self._check(begin, begin + nbytes)
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device=None if stager is None else stager.device)
+        if stager is not None:
+            return stager.bytes(self, begin, nbytes).view(dtype).view(shape)
         if begin % dtype.itemsize == 0:
             return torch.frombuffer(self._map, dtype=dtype, count=count, offset=begin).view(shape)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=begin).clone().view(dtype).view(shape)

@@ -19,6 +19,7 @@ from .confine import confined
 from .errors import CheckpointError, show
 from .jsonfile import parse_json_object, read_json_object
 from .mapped import MappedFile
+from .staging import Stager
 from .tensors import TensorMap
 
 # JSON grows about 20x as Python objects: 32 MiB of header (300 000 tensors) stays under a gigabyte whatever it says.
@@ -143,11 +144,11 @@ class SafetensorsFile(TensorMap):
     def dtype(self, name: str) -> torch.dtype:
         return self._find(name).dtype
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def read(self, name: str, stager: Stager | None = None) -> torch.Tensor:
         entry = self._find(name)
         if entry.dtype is torch.bool:  # a stored byte may be neither 0 nor 1, which torch.bool must never hold
-            return self._file.tensor(entry.begin, entry.shape, torch.uint8) != 0
-        return self._file.tensor(entry.begin, entry.shape, entry.dtype)
+            return self._file.tensor(entry.begin, entry.shape, torch.uint8, stager) != 0
+        return self._file.tensor(entry.begin, entry.shape, entry.dtype, stager)
 
 
 class ShardedSafetensors(TensorMap):
@@ -194,8 +195,8 @@ class ShardedSafetensors(TensorMap):
     def dtype(self, name: str) -> torch.dtype:
         return self._shard(name).dtype(name)
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._shard(name)[name]
+    def read(self, name: str, stager: Stager | None = None) -> torch.Tensor:
+        return self._shard(name).read(name, stager)
 
 
 def open_safetensors(directory: str | Path) -> TensorMap:

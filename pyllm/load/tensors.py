@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from .staging import Stager
 
 
 class TensorMap(Mapping[str, torch.Tensor]):
@@ -19,6 +23,13 @@ class TensorMap(Mapping[str, torch.Tensor]):
 
     def dtype(self, name: str) -> torch.dtype:
         raise NotImplementedError
+
+    def read(self, name: str, stager: Stager | None = None) -> torch.Tensor:
+        """`self[name]`, on the stager's device and with none of it left in the mapping of the file."""
+        raise NotImplementedError
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.read(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self.names()

@@ -59,6 +59,7 @@ def load_parts(
     quant: as in `bind`, or "fp8": all products but the head. invariant: as in `bind`.
     """
     from pyllm.layers import Decoder, bind
+    from pyllm.load.staging import on_device
     from pyllm.models import spec_from_config
     from pyllm.runtime.dummy import SHAPES, DummyWeights
 
@@ -79,7 +80,7 @@ def load_parts(
         spec, name, config, weights = spec_from_config(checkpoint.config), checkpoint.name, checkpoint.config, checkpoint.tensors
         _check_tied(checkpoint, spec)
     kind = pick_dtype(dtype, where, config)
-    source = weights if weights is not None else DummyWeights(spec, where, kind)
+    source = on_device(weights, where) if weights is not None else DummyWeights(spec, where, kind)
     plan = quant_plan(quant)
     _check_room(name, weight_bytes(spec, kind, plan), kind, where)
     with progress_bar(f"loading {name}", len(source), "tensors", progress) as advance:

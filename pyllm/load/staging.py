@@ -1,0 +1,113 @@
+"""Tensors of a checkpoint on a device: bytes go from the file by several `pread` at a time into a ring of pinned buffers, and on.
+
+The host holds the ring alone (128 MiB), however large a tensor or a file is, and the reads of one tensor overlap with the copies of the
+one before it. Nothing of the file is touched through its mapping, so that a file that shrinks meanwhile is an error and no signal.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .tensors import TensorMap
+
+if TYPE_CHECKING:
+    from .mapped import MappedFile
+
+CHUNK = 8 << 20  # a read of this size takes about 1 ms from the page cache: long against what issuing a copy takes (10 us)
+SLOTS = 16
+THREADS = 8
+SMALL = 256 << 10  # below this one read is as fast as many
+
+
+class Stager:
+    """The ring and its threads for one device."""
+
+    def __init__(self, device: torch.device, threads: int | None = None, chunk: int = CHUNK, slots: int = SLOTS) -> None:
+        self.device, self.chunk = device, chunk
+        self.threads = threads or min(THREADS, len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="pyllm-load")
+        self._free: queue.SimpleQueue[tuple[torch.Tensor, Any]] = queue.SimpleQueue()
+        cuda = device.type == "cuda"
+        for _ in range(slots if cuda else 0):
+            self._free.put((torch.empty(chunk, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()))
+
+    def pieces(self, size: int) -> Iterator[tuple[int, int]]:
+        """(offset, length) of reads that keep every thread busy."""
+        step = max(size, 1) if size <= SMALL else min(self.chunk, max(-(-size // self.threads), SMALL))
+        return ((at, min(step, size - at)) for at in range(0, size, step))
+
+    def into(self, file: MappedFile, begin: int, out: torch.Tensor) -> None:
+        """The bytes of the file from `begin` on into `out`, a flat uint8 tensor of host memory, pinned or not."""
+        view = out.numpy().data
+        jobs = [self._pool.submit(file.read_into, begin + at, view[at : at + n]) for at, n in self.pieces(len(view))]
+        for job in jobs:
+            job.result()
+
+    def bytes(self, file: MappedFile, begin: int, size: int) -> torch.Tensor:
+        """`size` bytes of the file on the device. On a GPU: as of the current stream, like any kernel's result."""
+        out = torch.empty(size, dtype=torch.uint8, device=self.device)
+        if self.device.type != "cuda":
+            self.into(file, begin, out)
+            return out
+        stream = torch.cuda.current_stream(self.device)
+
+        def move(at: int, n: int) -> None:
+            buffer, copied = self._free.get()
+            try:
+                copied.synchronize()  # the copy out of this buffer that was issued last time
+                file.read_into(begin + at, buffer.numpy().data[:n])
+                with torch.cuda.stream(stream):
+                    out[at : at + n].copy_(buffer[:n], non_blocking=True)
+                    copied.record(stream)
+            finally:
+                self._free.put((buffer, copied))
+
+        for job in [self._pool.submit(move, at, n) for at, n in self.pieces(size)]:
+            job.result()
+        return out
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+class OnDevice(TensorMap):
+    """The same tensors, made on the device: read through the ring, blocks decoded there."""
+
+    def __init__(self, tensors: TensorMap, device: torch.device | str, threads: int | None = None) -> None:
+        self.tensors = tensors
+        self.stager = Stager(torch.device(device), threads)
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def names(self) -> Mapping[str, object]:
+        return self.tensors.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors.dtype(name)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The last one is kept: several parts of a model may be rows of one tensor, one after the other."""
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self._last = name, self.tensors.read(name, self.stager)
+        return self._last[1]
+
+    def close(self) -> None:
+        """The ring's memory and threads, and the tensor that was kept, are given back."""
+        self._last = None
+        self.stager.close()
+
+
+def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device | str) -> Mapping[str, torch.Tensor]:
+    """What a model bound on `device` reads: for a GPU the tensors of a checkpoint come through a ring of pinned buffers, everything else
+    (a CPU, a mapping of the caller's own) is as it is."""
+    staged = isinstance(tensors, TensorMap) and torch.device(device).type == "cuda"
+    return OnDevice(tensors, device) if staged and isinstance(tensors, TensorMap) else tensors
