@@ -68,6 +68,7 @@ class LongRope:
     attention_factor: float | None = None  # None: sqrt(1 + ln(factor) / ln(original))
 
 
+TABLE_ROWS = 1 << 19  # 256 MiB at 128 dims; the 10 million positions of Llama 4 Scout would take 5 GiB
 Scaling = LinearScaling | DynamicNtk | Llama3 | Yarn | LongRope
 
 
@@ -115,6 +116,11 @@ class Rope:
         if isinstance(self.scaling, DynamicNtk):  # frequencies depend on each sequence's length: one line per token
             angles = batch.positions.float()[:, None] * dynamic_inv_freq(self, batch.token_lens())
             return torch.cat([angles.cos(), angles.sin()], -1), torch.arange(len(batch.ids), dtype=torch.int32, device=device)
+        if self.max_positions > TABLE_ROWS and not isinstance(self.scaling, LongRope):  # a line per token too: the same products
+            freqs, factor = _line_freqs(self, device)
+            angles = batch.positions.float()[:, None] * freqs
+            lines = torch.cat([angles.cos() * factor, angles.sin() * factor], -1)
+            return lines, torch.arange(len(batch.ids), dtype=torch.int32, device=device)
         rows = batch.positions
         if isinstance(self.scaling, LongRope):  # the second half of the table holds the long factors
             rows = torch.where(batch.token_lens() > self.scaling.original, rows + self.max_positions, rows)
@@ -180,6 +186,12 @@ def _yarn_factor(s: Yarn) -> float:
     if s.mscale and s.mscale_all_dim:
         return get(s.factor, s.mscale) / get(s.factor, s.mscale_all_dim)
     return get(s.factor)
+
+
+@lru_cache(maxsize=32)
+def _line_freqs(rope: Rope, device: torch.device) -> tuple[Tensor, float]:
+    (freqs,), factor = inv_freqs(rope)
+    return freqs.to(device), factor
 
 
 @lru_cache(maxsize=32)
