@@ -128,3 +128,19 @@ def test_damaged_files(tmp_path: Path, name: str, old: str, new: str, message: s
     _, directory = saved(tmp_path, name)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(patched(write_gguf(directory, tmp_path / "m.gguf", CASES[name][0]), old, new))
+
+
+def test_the_demo_model_converted_to_safetensors_gives_the_same_logits(tmp_path: Path, demo_path: Path) -> None:
+    """Every tensor of SmolLM2 written as safetensors: the same numbers, so the same logits, bitwise."""
+    import json
+
+    from safetensors.torch import save_file
+
+    file = open_checkpoint(demo_path)
+    save_file({name: t.contiguous() for name, t in file.tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(file.config))
+    ids = torch.tensor([504, 3575, 282, 4649, 314])  # "The capital of France is"
+    want, got = logits(file, ids), logits(open_checkpoint(tmp_path), ids)
+    assert torch.equal(got, want)
+    assert file.tokenizer is not None
+    assert file.tokenizer.decode([int(want[-1].argmax())]) == " Paris"
