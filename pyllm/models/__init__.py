@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pyllm.layers import Decoder
+from pyllm.models.arcee import arcee
 from pyllm.models.cohere import cohere
 from pyllm.models.cohere2 import cohere2
 from pyllm.models.deepseek import deepseek_v2, deepseek_v3
@@ -19,6 +20,7 @@ from pyllm.models.gemma2 import gemma2
 from pyllm.models.gemma3 import gemma3
 from pyllm.models.glm import glm
 from pyllm.models.glm4 import glm4
+from pyllm.models.glm4_moe import glm4_moe
 from pyllm.models.gpt2 import gpt2
 from pyllm.models.gpt_neox import gpt_neox
 from pyllm.models.gpt_oss import gpt_oss
@@ -31,10 +33,13 @@ from pyllm.models.mixtral import mixtral
 from pyllm.models.nemotron import nemotron
 from pyllm.models.olmo2 import olmo2
 from pyllm.models.olmo3 import olmo3
+from pyllm.models.olmoe import olmoe
+from pyllm.models.phi import phi
 from pyllm.models.phi3 import phi3
 from pyllm.models.qwen2 import qwen2
 from pyllm.models.qwen3 import qwen3
 from pyllm.models.qwen_moe import qwen2_moe, qwen3_moe
+from pyllm.models.seed_oss import seed_oss
 from pyllm.models.smollm3 import smollm3
 from pyllm.models.stablelm import stablelm
 from pyllm.models.starcoder2 import starcoder2
@@ -72,6 +77,11 @@ REGISTRY: dict[str, Callable[[SimpleNamespace], Decoder]] = {
     "Qwen3ForCausalLM": qwen3,
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "ArceeForCausalLM": arcee,
+    "Glm4MoeForCausalLM": glm4_moe,
+    "OlmoeForCausalLM": olmoe,
+    "PhiForCausalLM": phi,
+    "SeedOssForCausalLM": seed_oss,
     "SmolLM3ForCausalLM": smollm3,
 }
 
@@ -95,6 +105,7 @@ __all__ = [
     "NAMES",
     "REGISTRY",
     "TEXT_PARTS",
+    "arcee",
     "cohere",
     "cohere2",
     "deepseek_v2",
@@ -106,6 +117,7 @@ __all__ = [
     "gemma3",
     "glm",
     "glm4",
+    "glm4_moe",
     "gpt2",
     "gpt_neox",
     "gpt_oss",
@@ -118,11 +130,14 @@ __all__ = [
     "normalize",
     "olmo2",
     "olmo3",
+    "olmoe",
+    "phi",
     "phi3",
     "qwen2",
     "qwen2_moe",
     "qwen3",
     "qwen3_moe",
+    "seed_oss",
     "smollm3",
     "spec_from_config",
     "stablelm",

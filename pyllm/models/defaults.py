@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_QWEN: dict[str, Any] = {"max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096}
-_QWEN_LATE = _QWEN | {"max_window_layers": 28, "layer_types": None}
-_QWEN_MOE: dict[str, Any] = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
+from pyllm.models.moe_defaults import MOE_DEFAULTS, QWEN_LATE
+
 _GLM: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 128,
@@ -15,44 +14,21 @@ _GLM: dict[str, Any] = {
     "attention_bias": True,
     "partial_rotary_factor": 0.5,
 }
-_MLA: dict[str, Any] = {
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "moe_layer_freq": 1,
-}
 
-DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, dict[str, Any]] = MOE_DEFAULTS | {
     "LlamaForCausalLM": {"mlp_bias": False},
-    "Llama4ForCausalLM": {
+    "ArceeForCausalLM": {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "mlp_bias": False},
+    "SeedOssForCausalLM": {
         "num_key_value_heads": 8,
         "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5e5,
-        "intermediate_size_mlp": 16384,
-        "num_experts": 16,
-        "num_experts_per_tok": 1,
-        "moe_layers": None,
-        "interleave_moe_layer_step": 1,
-        "use_qk_norm": True,
-        "no_rope_layers": None,
-        "no_rope_layer_interval": 4,
-        "attention_chunk_size": 8192,
-        "layer_types": None,
-        "attn_temperature_tuning": True,
-        "floor_scale": 8192,
-        "attn_scale": 0.1,
+        "max_position_embeddings": 524288,
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "mlp_bias": False,
     },
+    "PhiForCausalLM": {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "MistralForCausalLM": {"sliding_window": 4096, "layer_types": None, "max_position_embeddings": 131072},
-    "MinistralForCausalLM": {
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-        "layer_types": None,
-        "max_position_embeddings": 131072,
-    },
+    "MinistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096, "layer_types": None, "max_position_embeddings": 131072},
     "Ministral3ForCausalLM": {
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -71,40 +47,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.1,
         },
     },
-    "MixtralForCausalLM": {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "sliding_window": None,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "GemmaForCausalLM": {
-        "tie_word_embeddings": True,
-        "hidden_act": "gelu_pytorch_tanh",
-        "head_dim": 256,
-        "max_position_embeddings": 8192,
-    },
-    "Qwen2ForCausalLM": _QWEN_LATE,
-    "Qwen3ForCausalLM": _QWEN_LATE | {"head_dim": 128},
-    "Qwen2MoeForCausalLM": _QWEN_LATE
-    | _QWEN_MOE
-    | {
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "qkv_bias": True,
-    },
-    "Qwen3MoeForCausalLM": _QWEN
-    | _QWEN_MOE
-    | {
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
+    "GemmaForCausalLM": {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "max_position_embeddings": 8192},
+    "Qwen2ForCausalLM": QWEN_LATE,
+    "Qwen3ForCausalLM": QWEN_LATE | {"head_dim": 128},
     "SmolLM3ForCausalLM": {
         "tie_word_embeddings": True,
         "num_key_value_heads": 4,
@@ -161,22 +106,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.25,
         "use_parallel_residual": True,
     },
-    "GptOssForCausalLM": {
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "attention_bias": True,
-        "rope_theta": 1.5e5,
-        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
-        "sliding_window": 128,
-        "sliding_window_pattern": 2,
-        "layer_types": None,
-        "num_experts": 128,
-        "num_experts_per_tok": 4,
-        "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0,
-    },
     "CohereForCausalLM": {
         "tie_word_embeddings": True,
         "max_position_embeddings": 8192,
@@ -200,37 +129,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
         "layer_types": None,
-    },
-    "DeepseekV2ForCausalLM": _MLA
-    | {
-        "num_experts": 64,
-        "moe_intermediate_size": 1407,
-        "num_experts_per_tok": None,
-        "n_shared_experts": 2,
-        "n_group": None,
-        "topk_group": None,
-        "topk_method": "greedy",
-        "scoring_func": "softmax",
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 0,
-        "mlp_bias": False,
-    },
-    "DeepseekV3ForCausalLM": _MLA
-    | {
-        "max_position_embeddings": 4096,
-        "num_experts": 256,
-        "moe_intermediate_size": 2048,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "n_group": 8,
-        "topk_group": 4,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "first_k_dense_replace": 3,
-        "rope_interleave": True,
     },
     "FalconForCausalLM": {
         "tie_word_embeddings": True,

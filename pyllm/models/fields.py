@@ -23,7 +23,7 @@ READ = {
     "original_max_position_embeddings",
 }  # fmt: skip
 NUMBERS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "layer_norm_eps", "rope_local_base_freq",
-            "attn_scale", "floor_scale", "attention_chunk_size")  # fmt: skip
+            "attn_scale", "floor_scale", "attention_chunk_size", "clip_qkv")  # fmt: skip
 FACTORS = ("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "swiglu_alpha",
            "swiglu_limit", "routed_scaling_factor")  # fmt: skip
 SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "shared_expert_intermediate_size",
@@ -32,7 +32,8 @@ SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder
 COUNTS = ("q_lora_rank", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group")
 CHOICES = {"topk_method": ("greedy", "group_limited_greedy", "noaux_tc"), "scoring_func": ("softmax", "sigmoid")}
 SWITCHES = ("use_bias", "use_qkv_bias", "use_parallel_residual", "scale_attn_weights", "scale_attn_by_inverse_layer_idx",
-             "multi_query", "parallel_attn", "new_decoder_architecture", "attn_temperature_tuning", "rope_interleave")  # fmt: skip
+             "multi_query", "parallel_attn", "new_decoder_architecture", "attn_temperature_tuning", "rope_interleave",
+            "attention_out_bias")  # fmt: skip
 COUNTED_SWITCHES = ("attn_temperature_tuning",)  # the first Llama 4 files say 4
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "qkv_bias", "use_qk_norm",
           *SWITCHES)  # fmt: skip
@@ -78,6 +79,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "DeepseekV2ForCausalLM": {"n_routed_experts": "num_experts"},
     "DeepseekV3ForCausalLM": {"n_routed_experts": "num_experts"},
+    "Glm4MoeForCausalLM": {"n_routed_experts": "num_experts"},
     "GPTNeoXForCausalLM": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     "GptOssForCausalLM": {"experts_per_token": "num_experts_per_tok", "initial_context_length": "original_max_position_embeddings"},
     "FalconForCausalLM": {
