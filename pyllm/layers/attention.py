@@ -126,7 +126,7 @@ class Attn(Spec):
             q,
             cache.k,
             cache.v,
-            b.page_table,
+            b.paged(cache)[0],
             b.q_starts,
             b.kv_lens,
             scale=self.softmax_scale,
@@ -154,7 +154,7 @@ class Attn(Spec):
             cache.v,
             b.q_starts,
             variant,
-            page_table=b.page_table,
+            page_table=b.paged(cache)[0],
             kv_lens=b.kv_lens,
             scale=self.softmax_scale,
             window=self.window,
@@ -199,7 +199,7 @@ class Attn(Spec):
             eps=self.qk_norm.eps if self.qk_norm and self.head_norm else 0.0,
             k_cache=cache.k if kv else None,
             v_cache=cache.v if kv else None,
-            slots=b.slots if kv else None,
+            slots=b.paged(cache)[1] if kv else None,
             k_scale=cache.k_scale if kv else None,
             v_scale=cache.v_scale if kv else None,
         )
@@ -220,6 +220,6 @@ class Attn(Spec):
             k = one(kv[0], m.k_norm if self.head_norm else None)
             heads = k.shape[1]
             rest = torch.cat([k.flatten(1), k.flatten(1), kv[1]], -1)  # the append op wants q heads too; theirs are ignored
-            where = dict(k_cache=cache.k, v_cache=cache.v, slots=b.slots, k_scale=cache.k_scale, v_scale=cache.v_scale)
+            where = dict(k_cache=cache.k, v_cache=cache.v, slots=b.paged(cache)[1], k_scale=cache.k_scale, v_scale=cache.v_scale)
             ops.qk_norm_rope_append(rest, heads, heads, None, None, **where)  # type: ignore[arg-type]
         return q

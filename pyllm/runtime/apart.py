@@ -42,4 +42,5 @@ def _one(b: Batch, i: int, first: int, end: int, wanted: Tensor) -> Batch:
         seq_lens=None if b.seq_lens is None else b.seq_lens[i : i + 1],
         max_q=end - first,
         _rope={},
+        _paged={},
     )

@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KvCache:
-    """The pages of one KV slot: k, v `[pages, P, K, D]`; scales fp32 `[1]` or `[K]` where the cache is FP8, else None."""
+    """The pages of one KV slot: k, v `[pages, P, K, D]`; scales fp32 `[1]` or `[K]` where the cache is FP8, else None.
+
+    pages int32: where a page of the batch is in this cache, if not at its own number (see windows.py).
+    """
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    pages: Tensor | None = None
 
 
 def _identity(t: Tensor) -> Tensor:
@@ -57,6 +61,19 @@ class Batch:
     gather: Callable[[Tensor], Tensor] = _identity
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     _rope: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    _paged: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def paged(self, cache: KvCache) -> tuple[Tensor, Tensor]:
+        """Page table and slots of this step in one cache; made once a step, shared by all layers with its window."""
+        where = cache.pages
+        if where is None:
+            return self.page_table, self.slots
+        if id(where) not in self._paged:
+            size = cache.k.shape[1]
+            table = where.index_select(0, self.page_table.flatten()).view(self.page_table.shape)
+            at = where.index_select(0, self.slots.clamp_min(0) // size) * size + self.slots % size
+            self._paged[id(where)] = table, torch.where(self.slots < 0, self.slots, at)
+        return self._paged[id(where)]
 
     def rope(self, rope: Rope) -> tuple[Tensor, Tensor]:
         """`(cos_sin [L, R] fp32, rows [T] int32)` of this step for one Rope; made once a step, shared by all its layers."""

@@ -28,6 +28,9 @@ def check_sizes(sizes: Mapping[str, int], optional: Mapping[str, int | None], po
     for name, value in {**sizes, **{n: v for n, v in optional.items() if v is not None}}.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"Engine: {name} is {value!r}, expected an integer, at least 1")
+    if optional["pages"] is not None and optional["max_tokens"] is not None:
+        given = f"pages={optional['pages']} and max_tokens={optional['max_tokens']}"
+        raise ValueError(f"Engine: {given} both size the KV pool, expected one of them")
     length = optional["max_length"]
     if length is not None and length > positions:
         raise ValueError(f"Engine: max_length is {length}, expected at most the model's context of {positions}")

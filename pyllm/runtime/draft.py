@@ -42,7 +42,7 @@ class DraftModel:
 
         def run(b: Batch) -> Tensor:
             none = torch.empty(0, dtype=torch.int32, device=b.ids.device)
-            self._module(replace(b, caches=self._caches, logit_rows=none, _rope={}))
+            self._module(replace(b, caches=self._caches, logit_rows=none, _rope={}, _paged={}))
             return target(b)
 
         return run
@@ -55,7 +55,7 @@ class DraftModel:
         token, position, kv_len, slots = (t.clone() for t in (b.ids, b.positions, b.kv_lens, b.slots))
         out = []
         for step in range(self._most):
-            rows = replace(b, ids=token, positions=position, kv_lens=kv_len, slots=slots, caches=self._caches, _rope={})
+            rows = replace(b, ids=token, positions=position, kv_lens=kv_len, slots=slots, caches=self._caches, _rope={}, _paged={})
             out.append(sample_tokens(self._module(rows)))
             if step + 1 < self._most:
                 active = (position < self._last).to(torch.int32)

@@ -17,11 +17,12 @@ from pyllm.runtime.draft import DraftModel, accepted, by_lookup
 from pyllm.runtime.graph import graph_sizes as default_sizes
 from pyllm.runtime.graph import token_sizes
 from pyllm.runtime.host import BlockPool
-from pyllm.runtime.kv import KvPool, free_bytes, page_bytes, pool_pages
+from pyllm.runtime.kv import KvPool, free_bytes
 from pyllm.runtime.params import SamplingParams, id_tuple
 from pyllm.runtime.request import Request, check_order, new_request
 from pyllm.runtime.runner import Flight, Runner
 from pyllm.runtime.schedule import LOGIT_ROWS, Chunk, Scheduler
+from pyllm.runtime.windows import Stored, Windows, count_pages
 
 
 class Engine:
@@ -41,6 +42,9 @@ class Engine:
     second (declaration, weights or bound module) of the same vocabulary, what that one would say; runs without overlap.
     deterministic: a request has the same bits in any company (docs/executor.md); on CUDA the module is bound with invariant=True.
     """
+
+    steps = drafted = accepted = 0  # launched steps; guessed tokens, and how many of them were right
+    host_seconds = 0.0  # of launched steps: the time in which the host did not wait for the device
 
     def __init__(
         self,
@@ -82,8 +86,10 @@ class Engine:
             check_deterministic(spec, module, cuda, kv_dtype, page_size=page_size, chunk=chunk, reserve=reserve, draft_len=draft_len)
         self.dtype, self.max_batch, self.chunk, self.max_length = dtype, max_batch, chunk, max_length or spec.max_positions
         stored = [(spec, kv_dtype)] if draft_model is None else [(spec, kv_dtype), (draft_model[0], dtype)]
-        count = self._pages(pages, max_tokens, memory_share, spare_bytes, page_size, stored)
-        self.kv, self.pool = KvPool(spec.kv_slots(), count, page_size, kv_dtype, self.device, kv_scales), BlockPool(count)
+        pages = pages or self._pages(max_tokens, memory_share, spare_bytes, page_size, most, stored)
+        windows = Windows.of(spec.kv_slots(), page_size, max_batch, most, pages, self.device)
+        self.kv = KvPool(spec.kv_slots(), pages, page_size, kv_dtype, self.device, kv_scales, windows.each)
+        self.pool = BlockPool(pages)
         draft = self._draft_model(*draft_model, draft_len) if draft_model else None
         graph_sizes = graph_sizes if graph_sizes is not None else default_sizes(max_batch) if cuda else ()
         if mixed_sizes is None and cuda and graph_sizes:
@@ -94,14 +100,20 @@ class Engine:
         )  # fmt: skip
         queue: dict[str, Any] = {"page_size": page_size, "max_batch": max_batch, "chunk": chunk, "reserve": reserve, "reuse": reuse}
         grid = min(chunk, LOGIT_ROWS) // page_size * page_size if deterministic else 0
-        self._scheduler = Scheduler(self.pool, self._runner.rows, grid=grid, **queue)
+        self._scheduler = Scheduler(self.pool, self._runner.rows, grid=grid, windows=windows, **queue)
         if cuda:
             self._runner.capture(progress)
         self._propose = None if not draft_len else self._runner.guess if draft else by_lookup(draft_len, draft_ngram)
         self.overlap = (cuda if overlap is None else overlap) and not draft_len
         self._flights, self._next_id, self._vocab = deque[Flight](), 0, spec.vocab_size
-        self.steps, self.host_seconds = 0, 0.0  # of launched steps: the time in which the host did not wait for the device
-        self.drafted = self.accepted = 0  # guessed tokens, and how many of them were right
+
+    def _pages(self, max_tokens: int | None, share: float | None, spare_bytes: int, page_size: int, step: int, stored: Stored) -> int:
+        """Of the pool, the dummy page included; step: tokens of one."""
+        tokens = max_tokens or self.max_batch * -(-self.max_length // page_size) * page_size
+        room = None
+        if share is not None or max_tokens is None:
+            room = int(max(free_bytes(self.device) - spare_bytes, 0) * (share or POOL_SHARE[self.device.type]))
+        return count_pages(tokens, page_size, self.max_batch, step, stored, room)
 
     def _draft_model(self, spec: DecoderSpec, weights: Mapping[str, Tensor] | Callable[[Batch], Tensor], most: int) -> DraftModel:
         check_draft(self.spec, spec, self.max_length, most)
@@ -116,25 +128,6 @@ class Engine:
         if isinstance(weights, Mapping):
             weights = bind(spec, weights, device=self.device, dtype=dtype, invariant=invariant)  # type: ignore[arg-type]
         return apart(weights) if invariant and self.device.type == "cpu" else weights
-
-    def _pages(
-        self,
-        pages: int | None,
-        max_tokens: int | None,
-        share: float | None,
-        spare_bytes: int,
-        page_size: int,
-        stored: Sequence[tuple[DecoderSpec, torch.dtype]],
-    ) -> int:
-        """Of the pool, the dummy page included."""
-        if pages is not None and max_tokens is not None:
-            raise ValueError(f"Engine: pages={pages} and max_tokens={max_tokens} both size the KV pool, expected one of them")
-        most = None
-        if share is not None or max_tokens is None:
-            most = int(max(free_bytes(self.device) - spare_bytes, 0) * (share or POOL_SHARE[self.device.type]))
-        contexts = self.max_batch * -(-self.max_length // page_size) * page_size
-        page = sum(page_bytes(s.kv_slots(), page_size, kind) for s, kind in stored)
-        return pages or pool_pages(max_tokens or contexts, page_size, page, most)
 
     @property
     def has_work(self) -> bool:

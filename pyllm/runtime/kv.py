@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from pyllm.runtime.batch import KvCache
+
+if TYPE_CHECKING:
+    from pyllm.runtime.windows import WindowPages
 
 PAGE_SIZES = (16, 32, 64, 128)
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -26,10 +29,12 @@ class SlotSizes(Protocol):
     def kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+    @property
+    def window(self) -> int | None: ...
 
 
 class KvPool:
-    """`caches[slot]`: a `KvCache` with k, v `[pages, P, K, D]`.
+    """`caches[slot]`: a `KvCache` with k, v `[pages, P, K, D]`; of a slot whose window is in `windows`, with as many pages as that has.
 
     scales: for an FP8 cache, slot -> (k_scale, v_scale), dequantisation scales fp32 `[1]` or `[K]`; slots left out have scale 1.
     Errors: a size that is not allowed (ValueError), more bytes than the device has free (MemoryError).
@@ -43,15 +48,16 @@ class KvPool:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         scales: Mapping[int, tuple[Tensor, Tensor]] | None = None,
+        windows: Mapping[int, WindowPages] | None = None,
     ) -> None:
-        self.page_bytes = page_bytes(slots, page_size, dtype)
-        self.device = torch.device(device)
+        each = {number: page_bytes({number: slot}, page_size, dtype) for number, slot in slots.items()}
+        self.device, self._windows = torch.device(device), windows or {}
         if pages < 2:
             raise ValueError(f"KvPool: pages is {pages}, expected at least 2 (page 0 is the dummy page)")
         if pages * page_size > 2**31 - 1:
             raise ValueError(f"KvPool: {pages} pages of {page_size} tokens are beyond the int32 slots of a batch")
         self.pages, self.page_size, self.dtype = pages, page_size, dtype
-        self.bytes = pages * self.page_bytes
+        self.bytes = sum(size * self._places(slots[number]) for number, size in each.items())
         free = free_bytes(self.device)
         if self.bytes > free:
             raise MemoryError(
@@ -65,17 +71,22 @@ class KvPool:
             cache.k[0].zero_()
             cache.v[0].zero_()
 
+    def _places(self, slot: SlotSizes) -> int:
+        small = self._windows.get(slot.window or 0)
+        return self.pages if small is None else small.total + 1
+
     def _cache(self, number: int, slot: SlotSizes, scales: dict[int, tuple[Tensor, Tensor]]) -> KvCache:
-        k, v = (
-            torch.empty(self.pages, self.page_size, slot.kv_heads, slot.head_dim, dtype=self.dtype, device=self.device) for _ in range(2)
-        )
+        shape = (self._places(slot), self.page_size, slot.kv_heads, slot.head_dim)
+        k, v = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        small = self._windows.get(slot.window or 0)
+        where = None if small is None else small.map
         if self.dtype != torch.float8_e4m3fn:
             if number in scales:
                 raise ValueError(f"KvPool: slot {number} has scales, but the cache is {self.dtype}, not float8_e4m3fn")
-            return KvCache(k, v)
+            return KvCache(k, v, pages=where)
         one = torch.ones(1, dtype=torch.float32, device=self.device)
         k_scale, v_scale = (self._scale(number, slot, s) for s in scales.get(number, (one, one)))
-        return KvCache(k, v, k_scale, v_scale)
+        return KvCache(k, v, k_scale, v_scale, where)
 
     def _scale(self, number: int, slot: SlotSizes, scale: Tensor) -> Tensor:
         if scale.dtype != torch.float32 or scale.dim() != 1 or scale.numel() not in (1, slot.kv_heads):
@@ -92,12 +103,6 @@ def page_bytes(slots: Mapping[int, SlotSizes], page_size: int, dtype: torch.dtyp
     if dtype not in KV_DTYPES:
         raise ValueError(f"KvPool: dtype is {dtype}, expected one of {', '.join(str(d).removeprefix('torch.') for d in KV_DTYPES)}")
     return sum(2 * page_size * s.kv_heads * s.head_dim * dtype.itemsize for s in slots.values())
-
-
-def pool_pages(tokens: int, page_size: int, size: int, share: int | None) -> int:
-    """Pages for so many tokens and the dummy page, at most what `share` bytes hold; size: bytes of a page."""
-    wanted = -(-tokens // page_size) + 1
-    return wanted if share is None else min(wanted, max(share // max(size, 1), 2), (2**31 - 1) // page_size)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -24,6 +24,7 @@ import numpy as np
 from pyllm.runtime.keys import extend_keys, root_key
 from pyllm.runtime.params import MAX_SEED
 from pyllm.runtime.request import Request
+from pyllm.runtime.windows import Windows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -77,8 +78,10 @@ class Scheduler:
         reserve: bool = True,
         reuse: bool = True,
         grid: int = 0,
+        windows: Windows | None = None,
     ) -> None:
         """grid: 0, or a multiple of page_size, at most chunk and LOGIT_ROWS."""
+        self.windows = windows or Windows({}, page_size)
         self.pool, self.rows, self.grid = pool, rows, grid
         self.page_size, self.max_batch, self.chunk = page_size, max_batch, chunk
         self.reserve, self.reuse = reserve, reuse
@@ -101,6 +104,12 @@ class Scheduler:
         if not self.reserve:
             self._grow()
         self._admit()
+        plan = self._plan(propose)
+        if plan is not None and self.windows:
+            self._reach(plan)
+        return plan
+
+    def _plan(self, propose: Propose | None) -> Plan | None:
         held = self.rows.requests[: self.rows.top]
         if not self._prefilling and propose is not None and held:
             known = [r for r in held if r is not None]
@@ -137,12 +146,22 @@ class Scheduler:
         for chunk in plan.chunks:
             chunk.request.computed += chunk.count
             self.name_pages(chunk.request, chunk.request.computed)
+            self.windows.slide(chunk.request, chunk.request.computed)
             if chunk.last:
                 self._prefilling.remove(chunk.request)
         for request in (*plan.decodes, *(c.request for c in plan.chunks if c.last)):
             request.sampled += 1
+            self.windows.slide(request, request.next_position)
             if request.sampled == request.limit:
                 self.rows.clear(request)
+
+    def _reach(self, plan: Plan) -> None:
+        """Places for what the step writes, in the caches of each window."""
+        for request in plan.decodes:
+            self.windows.reach(request, request.next_position, request.next_position + 1)
+        for chunk in (*plan.drafts, *plan.chunks):
+            self.windows.reach(chunk.request, chunk.start, chunk.start + chunk.count)
+        self.windows.flush()
 
     def _admit(self) -> None:
         """Requests in their order, until one does not fit; one whose beginning another is just computing is passed over until then."""
@@ -184,6 +203,8 @@ class Scheduler:
             extend_keys(request.keys, root_key(request.salt), request.tokens, full, self.page_size)
             found = self.pool.match(b"".join(request.keys[:full]))
             whole = len(found) * self.page_size // cell * cell // self.page_size
+            while whole and not self.windows.readable(found[:whole]):
+                whole -= cell // self.page_size
             self.pool.free(found[whole:])
             found = found[:whole]
             if len(found) < full and request.keys[len(found)] in coming:
@@ -196,6 +217,7 @@ class Scheduler:
         request.pages = found if not len(fresh) else fresh if not len(found) else np.concatenate([found, fresh])
         request.target, request.computed, request.named = target, len(found) * self.page_size, len(found)
         request.cached_tokens = request.computed
+        self.windows.admit(request)
         return True
 
     def _grow(self) -> None:
@@ -240,6 +262,7 @@ class Scheduler:
             self.waiting.remove(request)
         if not self.running:
             self.pool.check()
+            self.windows.check()
             if self.pool.used:
                 raise RuntimeError(f"Scheduler: {self.pool.used} pages are held although nothing runs")
 
@@ -251,5 +274,6 @@ class Scheduler:
         self.running.remove(request)
         if request in self._prefilling:
             self._prefilling.remove(request)
+        self.windows.leave(request)
         self.pool.free(request.pages)
         request.pages = request.pages[:0]

@@ -10,7 +10,7 @@ import torch
 from pyllm.runtime import kv
 from pyllm.runtime.kv import KvPool
 
-SLOTS = {0: SimpleNamespace(kv_heads=2, head_dim=64), 4: SimpleNamespace(kv_heads=1, head_dim=128)}
+SLOTS = {0: SimpleNamespace(kv_heads=2, head_dim=64, window=None), 4: SimpleNamespace(kv_heads=1, head_dim=128, window=None)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
