@@ -67,6 +67,9 @@ REFUSED = {
     "rope_interleaved": "a checkpoint whose rotary pairs are the halves of a head",
 }
 """Flags that must be off or absent, but for the architectures that have them in their defaults, and what is expected."""
+OFF: dict[str, Any] = {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False}
+"""Fields that some files have at the value at which they change nothing; at another one they are said like any that is not read."""
+
 NAMES: dict[str, dict[str, str]] = {
     "GPT2LMHeadModel": {
         "n_embd": "hidden_size",
@@ -80,6 +83,7 @@ NAMES: dict[str, dict[str, str]] = {
     "DeepseekV2ForCausalLM": {"n_routed_experts": "num_experts"},
     "DeepseekV3ForCausalLM": {"n_routed_experts": "num_experts"},
     "Glm4MoeForCausalLM": {"n_routed_experts": "num_experts"},
+    "Gemma2ForCausalLM": {"sliding_window_size": "sliding_window"},
     "GPTNeoXForCausalLM": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     "GptOssForCausalLM": {"experts_per_token": "num_experts_per_tok", "initial_context_length": "original_max_position_embeddings"},
     "FalconForCausalLM": {

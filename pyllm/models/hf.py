@@ -13,6 +13,7 @@ from pyllm.models.fields import (
     COUNTS,
     FLAGS,
     INERT,
+    OFF,
     OWN,
     READ,
     REFUSED,
@@ -45,7 +46,7 @@ def normalize(
     flags = set(REFUSED)
     if config.get("use_sliding_window") is False:
         flags.add("max_window_layers")  # says which layers have the window that there is not
-    warn_unread(k for k, v in config.items() if k not in read | INERT | flags and v is not None)
+    warn_unread(k for k, v in config.items() if k not in read | INERT | flags and v is not None and v != OFF.get(k))
     check_places(config)
     config = _filled(config, defaults or {}, read)
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -59,6 +59,13 @@ def test_a_field_that_is_not_read_is_said(changes: dict[str, Any], name: str) ->
         assert attn(spec_from_config(BASE | changes)).window is None
 
 
+@pytest.mark.parametrize(("name", "off", "on"), [("full_attn_mod", 1, 2), ("lm_head_bias", False, True)])
+def test_a_field_at_its_default_is_not_said(name: str, off: Any, on: Any) -> None:
+    assert spec(**{name: off}) == spec()
+    with pytest.warns(UserWarning, match=f"fields that are not read: {name}$"):
+        spec_from_config(BASE | {name: on})
+
+
 def test_llama_has_no_window_and_mistral_has_one() -> None:
     mistral = BASE | {"architectures": ["MistralForCausalLM"]}
     windows = [attn(spec_from_config(mistral | c)).window for c in ({}, {"sliding_window": None}, {"sliding_window": 7})]
