@@ -33,30 +33,33 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 def _fields(packed: Tensor, run: int, width: int) -> Tensor:
     """Fields of `width` bits of runs of `run` bytes: all the lowest fields of a run, then all the next ones. [blocks, values] uint8."""
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device).view(1, 1, -1, 1)
-    fields = (packed.reshape(packed.shape[0], -1, 1, run) >> shifts) & ((1 << width) - 1)
-    return fields.reshape(packed.shape[0], -1)
+    n, count, mask = packed.shape[0], 8 // width, (1 << width) - 1
+    runs = packed.reshape(n, -1, run)
+    out = torch.empty(n, runs.shape[1], count, run, dtype=torch.uint8, device=packed.device)
+    for i in range(count):  # shifts by a number are vectorized, those by a tensor are not: ten times slower on a CPU
+        torch.bitwise_and(runs >> width * i, mask, out=out[:, :, i])
+    return out.view(n, -1)
 
 
 def _bits32(blocks: Tensor, at: int) -> Tensor:
     """The 32 bits at byte `at`, lowest first: [blocks, 32] uint8."""
-    word = blocks[:, at : at + 4].contiguous().view(torch.int32)
-    return ((word >> torch.arange(32, dtype=torch.int32, device=blocks.device)) & 1).to(torch.uint8)
+    return _fields(blocks[:, at : at + 4], 1, 1)
 
 
 def _look_up(table: tuple[int, ...], index: Tensor) -> Tensor:
-    return torch.tensor(table, dtype=torch.float32, device=index.device)[index.int()]
+    values = torch.tensor(table, dtype=torch.float32, device=index.device)
+    return values.index_select(0, index.view(-1).int()).view(index.shape)
 
 
 def _scaled(scales: Tensor, q: Tensor) -> Tensor:
-    """Each of [blocks, groups] scales times its own group of q: [blocks, values]."""
+    """Each of [blocks, groups] scales times its own group of q, in place: [blocks, values]."""
     n = scales.shape[0]
-    return (scales.unsqueeze(-1) * q.view(n, scales.shape[1], -1)).view(n, -1)
+    return q.view(n, scales.shape[1], -1).mul_(scales.unsqueeze(-1)).view(n, -1)
 
 
 def _shifted(scales: Tensor, q: Tensor, minima: Tensor) -> Tensor:
     n = scales.shape[0]
-    return (scales.unsqueeze(-1) * q.view(n, scales.shape[1], -1)).sub_(minima.unsqueeze(-1)).view(n, -1)
+    return q.view(n, scales.shape[1], -1).mul_(scales.unsqueeze(-1)).sub_(minima.unsqueeze(-1)).view(n, -1)
 
 
 def decode_q4_0(b: Tensor) -> Tensor:

@@ -252,7 +252,7 @@ class GgufFile(TensorMap):
         if decode is None:
             return self._file.tensor(begin, shape, dtype, stager)
         raw = self._file.tensor(begin, (count, block.nbytes), torch.uint8, stager)
-        step = CHUNK // block.values
+        step = CHUNK.get(raw.device.type, CHUNK["cpu"]) // block.values
         if count <= step:
             return decode(raw).view(shape)
         numbers = torch.empty(count, block.values, dtype=dtype, device=raw.device)

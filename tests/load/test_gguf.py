@@ -89,7 +89,7 @@ def test_decodes_like_the_reference_package(tmp_path: Path, kind: int, seed: int
     from gguf import GGMLQuantizationType
 
     block = TYPES[kind]
-    columns, rows = 2048, 3000  # 6 million numbers: three chunks of the decoders
+    columns, rows = 2048, 3000  # 6 million numbers: 24 chunks of the decoders
     nbytes = rows * columns // block.values * block.nbytes
     raw = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
     path = write(tmp_path / "m.gguf", gguf([], [info("t", (columns, rows), kind, 0)], raw.tobytes()))
