@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyllm import ops
 from pyllm.jit.variant import AttentionVariant
+from pyllm.layers.inputs import Summed
 from pyllm.layers.linear import Linear
 from pyllm.layers.norm import LayerNorm, Normed, RMSNorm
 from pyllm.layers.rope import Rope
@@ -114,7 +115,7 @@ class Attn(Spec):
     def softmax_scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
-    def forward(self, m: Any, x: Tensor | Normed, b: Batch) -> Tensor:
+    def forward(self, m: Any, x: Tensor | Normed, b: Batch) -> Tensor | Summed:
         cache = b.caches[self.kv]
         qkv, sizes = self.read_qkv(m, x)
         if self.qk_norm and not self.head_norm:
@@ -137,7 +138,7 @@ class Attn(Spec):
             v_scale=cache.v_scale,
             max_q=b.max_q,
         )
-        return m.o(self.values(o))
+        return m.o.spec.into(m.o, self.values(o), x)
 
     def read_qkv(self, m: Any, x: Tensor | Normed) -> tuple[Tensor, list[int]]:
         """Queries, keys and values `[T, sum of sizes]` of this rank before norm and rotation, and how many columns each has."""

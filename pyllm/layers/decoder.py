@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyllm import ops
 from pyllm.layers.attention import Attn, KvSlot
+from pyllm.layers.inputs import Summed
 from pyllm.layers.linear import Embedding, Linear
 from pyllm.layers.mlp import MLP
 from pyllm.layers.moe import MoE
@@ -183,9 +184,15 @@ class Decoder(Spec):
         delta: Tensor | None = None
         for sub in m.subs:
             x = edge(res, delta, getattr(sub, "pre", None), m.fuse)
-            delta = call_body(sub.body, x, b)
+            if isinstance(x, Normed):
+                x.open = m.tp == 1 and not sub.spec.post and sub.spec.scale == 1.0 and not isinstance(sub.spec.body, Sum)
+            result = call_body(sub.body, x, b)
             for n in x if isinstance(x, tuple) else (x,):
                 n.settle()
+            if isinstance(result, Summed):
+                res, delta = result.stream, None
+                continue
+            delta = result
             if m.tp > 1 and sub.spec.body.partial:
                 delta = b.reduce(delta)
             if sub.spec.post:

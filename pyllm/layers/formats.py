@@ -18,6 +18,7 @@ from torch import Tensor
 from pyllm import ops
 from pyllm.layers.spec import Weight
 from pyllm.ops import invariant
+from pyllm.ops.gemm import norm_streams, streams
 
 QuantPlan = Sequence[tuple[str, "Format | None"]]
 """Ordered (glob over checkpoint names without suffix, Format); the first match wins; None and no match: the model's dtype."""
@@ -51,8 +52,20 @@ class Format:
         """Whether, for so many rows of x, `matmul` (`matmul_e4m3`) takes `gate` (an activation) and gives `act(gate) * up` itself."""
         return False
 
+    def norms(self, rows: int, n: int, k: int, dtype: torch.dtype, device: str, gated: bool) -> bool:
+        """Whether, for so many rows, `matmul_normed` is faster than the norm (the product, and the gate) one after the other."""
+        return False
+
+    def adds(self, rows: int, n: int, k: int, dtype: torch.dtype, device: str) -> bool:
+        """Whether `matmul` takes `residual` `[T, N]` for so many rows, and gives its sum with the product."""
+        return False
+
+    def matmul_normed(self, m: Any, x: Any, bias: Tensor | None, gate: str | None = None) -> Tensor:
+        """The product of an unread `Normed`, with gate an activation: of `act(gate) * up`."""
+        raise TypeError(f"{type(self).__name__} has no matmul_normed()")
+
     def matmul_e4m3(self, m: Any, q: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """q `[T, K]` e4m3 with scale `[T]` -> `[T, N]` of dtype."""
+        """q `[T, K] e4m3 with scale `[T]` -> `[T, N]` of dtype."""
         raise TypeError(f"{type(self).__name__} has no matmul_e4m3()")
 
     def experts(self, w13: Any, w2: Any, x: Tensor, ids: Tensor, weights: Tensor, act: str) -> Tensor:
@@ -90,9 +103,23 @@ class Dense(Format):
         halves = dtype in (torch.bfloat16, torch.float16) and self.dtype in (None, dtype)
         return halves and device == "cuda" and rows >= GATE_ROWS and n % 16 == 0 and k % 8 == 0
 
-    def matmul(self, m: Any, x: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
+    def norms(self, rows: int, n: int, k: int, dtype: torch.dtype, device: str, gated: bool) -> bool:
+        mine = dtype == torch.bfloat16 and self.dtype in (None, dtype) and device == "cuda"
+        return mine and k % 8 == 0 and n % 16 == 0 and norm_streams(rows, n, k, gated)
+
+    def adds(self, rows: int, n: int, k: int, dtype: torch.dtype, device: str) -> bool:
+        halves = dtype in (torch.bfloat16, torch.float16) and self.dtype in (None, dtype) and device == "cuda"
+        return halves and k % 8 == 0 and streams(rows, n, k)
+
+    def matmul_normed(self, m: Any, x: Any, bias: Tensor | None, gate: str | None = None) -> Tensor:
+        norm = x.norm
+        return ops.norm_linear(x.residual, norm.weight, norm.spec.eps, m.weight, bias, act=gate, gated=gate is not None)
+
+    def matmul(self, m: Any, x: Tensor, bias: Tensor | None, gate: str | None = None, residual: Tensor | None = None) -> Tensor:
         if gate is not None:
             return ops.dense_linear(x, m.weight, bias, act=gate, gated=True)
+        if residual is not None:
+            return ops.skinny_linear(x, m.weight, bias, residual=residual)
         w, linear = m.weight, invariant.invariant_linear if m.invariant else ops.linear
         if w.dtype == x.dtype:
             return linear(x, w, bias)

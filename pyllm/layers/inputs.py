@@ -22,6 +22,13 @@ class Pending:
         return ops.quantize_fp8(self.tensor(), "token")
 
 
+class Summed:
+    """What a body gives whose last product has added to the residual stream in its epilogue: the stream itself."""
+
+    def __init__(self, stream: Tensor) -> None:
+        self.stream = stream
+
+
 class Gated(Pending):
     """`act(gate) * up` of rows `[gate | up]`; done: rows are that already."""
 

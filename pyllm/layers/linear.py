@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pyllm import ops
 from pyllm.layers.formats import Format, QuantPlan, resolve
-from pyllm.layers.inputs import Gated, Pending
+from pyllm.layers.inputs import Gated, Pending, Summed
+from pyllm.layers.norm import Normed
 from pyllm.layers.spec import Part, Spec, Split, Transform, Weight, groups, join, need_sizes, walk
 
 
@@ -114,13 +115,33 @@ class Linear(Spec):
         if isinstance(x, Pending):
             if m.fuse and m.format.takes_e4m3:
                 return m.format.matmul_e4m3(m, *x.e4m3(), bias, x.dtype)
+            if self._norms(m, x):
+                return m.format.matmul_normed(m, x, bias)
             x = x.tensor()
         return m.format.matmul(m, x, bias)
+
+    def _norms(self, m: Any, x: Any, gated: bool = False) -> bool:
+        """The product applies the norm of its input itself."""
+        if not (m.fuse and isinstance(x, Normed) and x.unread):
+            return False
+        return m.format.norms(len(x.residual), sum(m.sizes), x.residual.shape[1], x.dtype, x.residual.device.type, gated)
+
+    def into(self, m: Any, x: Tensor | Pending, stream: Any) -> Tensor | Summed:
+        """The product, or its sum with the residual of a body's input where that is open and the format's kernel adds it."""
+        if m.fuse and isinstance(stream, Normed) and stream.open and not m.format.takes_e4m3:
+            rows = x.tensor() if isinstance(x, Pending) else x
+            if m.format.adds(len(rows), sum(m.sizes), rows.shape[1], rows.dtype, rows.device.type):
+                stream.settle()
+                return Summed(m.format.matmul(m, rows, m.bias if self.bias else None, residual=stream.residual))
+            x = rows
+        return m(x)
 
     def gated(self, m: Any, x: Tensor | Pending, act: str) -> Gated:
         """The product's rows `[gate | up]`, or their `act(gate) * up` where the format's kernel does that for so many rows."""
         if not m.fuse:
             return Gated(self.forward(m, x), act)
+        if self._norms(m, x, gated=True):
+            return Gated(m.format.matmul_normed(m, x, m.bias if self.bias else None, act), act, True)
         e4m3 = isinstance(x, Pending) and m.format.takes_e4m3
         rows = x.e4m3() if e4m3 else (x.tensor() if isinstance(x, Pending) else x,)  # type: ignore[union-attr]
         done = m.format.gates(len(rows[0]), sum(m.sizes), rows[0].shape[1], x.dtype, rows[0].device.type)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from pyllm import ops
+from pyllm.layers.inputs import Summed
 from pyllm.layers.linear import Linear
 from pyllm.layers.norm import Normed
 from pyllm.layers.spec import Part, Spec, Transform, consecutive, need_sizes
@@ -53,5 +54,6 @@ class MLP(Spec):
             "down": Linear(self.ff, (Part(down, self.d),), "row", self.bias, transform=self.transform),
         }
 
-    def forward(self, m: Any, x: Tensor | Normed, b: Batch) -> Tensor:
-        return m.down(m.up.spec.gated(m.up, x, self.act) if self.gated else ops.act(m.up(x), self.act))
+    def forward(self, m: Any, x: Tensor | Normed, b: Batch) -> Tensor | Summed:
+        h = m.up.spec.gated(m.up, x, self.act) if self.gated else ops.act(m.up(x), self.act)
+        return m.down.spec.into(m.down, h, x)

@@ -110,6 +110,7 @@ class Normed(Pending):
 
     def __init__(self, residual: Tensor, norm: Any = None, delta: Tensor | None = None) -> None:
         self.residual, self.norm, self.delta, self.dtype = residual, norm, delta, residual.dtype
+        self.open = False  # a body's last product may add to the residual itself, and give the sum as a `Summed`
         self._value: Tensor | None = None
         self._e4m3: tuple[Tensor, Tensor] | None = None
 
@@ -133,6 +134,11 @@ class Normed(Pending):
             else:
                 self._e4m3, self.delta = self.norm(self.delta, self.residual, "token"), None
         return self._e4m3
+
+    @property
+    def unread(self) -> bool:
+        """A product may still apply the norm itself: an RMSNorm of a complete residual, not computed yet."""
+        return self.norm is not None and isinstance(self.norm.spec, RMSNorm) and self.delta is None and self._value is None
 
     def settle(self) -> None:
         """Make sure that the previous step's output has been added to the residual."""

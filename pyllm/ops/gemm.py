@@ -103,6 +103,12 @@ def streams(m: int, n: int, k: int) -> bool:
     return m <= STREAM_ROWS and n >= STREAM_COLUMNS and n * k <= STREAM_WEIGHT
 
 
+def norm_streams(m: int, n: int, k: int, gated: bool) -> bool:
+    """Whether the norm ahead of such a product (and the gate behind it) is faster inside skinny_linear than as ops of their own: where the
+    product itself is as fast there as in cuBLAS, and a gated one up to twice that size, since the gate saves two launches."""
+    return streams(m, n, k // 2 if gated else k)
+
+
 def _streams(x: Tensor, weight: Tensor) -> bool:
     return streams(x.shape[0], *weight.shape) and skinny_serves(x, weight)
 

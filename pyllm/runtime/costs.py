@@ -21,6 +21,7 @@ from pyllm.layers.spec import Spec, nodes, path_of
 from pyllm.ops.attention import attention_kernel
 from pyllm.ops.gemm import streams
 from pyllm.ops.registry import OPS
+from pyllm.runtime import fusions
 from pyllm.runtime.gpus import GPUS, Gpu
 
 
@@ -54,6 +55,8 @@ class Context:
     kv_item: int = 2
     gpu: Gpu = field(default_factory=lambda: GPUS["h200"])
     normed: bool = False  # the body at hand reads the residual through one norm
+    streamed: bool = False  # and the residual is complete before it
+    open: bool = False  # its result goes into the residual as it is
 
     @property
     def tokens(self) -> int:
@@ -88,8 +91,8 @@ def _(spec: Linear, ctx: Context, path: str) -> Iterator[Row]:
     yield from linear_rows(spec, ctx, path)
 
 
-def linear_rows(spec: Linear, ctx: Context, path: str, given: bool = False) -> Iterator[Row]:
-    """given: the op that computed the input has already rounded it to what the format multiplies."""
+def linear_rows(spec: Linear, ctx: Context, path: str, given: bool = False, norm: bool = False, act: str = "") -> Iterator[Row]:
+    """given: the op that computed the input has already rounded it to what the format multiplies. norm, act: inside the product."""
     w = spec.weights()["weight"]
     n, k = sum(w.sizes(ctx.tp, path)), w.local_cols(ctx.tp, path) or 0
     fmt = resolve(spec.names(path), ctx.quant)
@@ -103,14 +106,23 @@ def linear_rows(spec: Linear, ctx: Context, path: str, given: bool = False) -> I
     tags = f"{n}x{k}" + (f" {spec.tp}" if spec.tp and ctx.tp > 1 else "") + (" +bias" if spec.bias else "")
     row = ctx.row(path, what, fmt.op, moved, 2 * ctx.tokens * n * k, tags, _label(fmt))
     skinny = fmt.op == "linear" and ctx.item == 2 and k % 8 == 0 and streams(ctx.tokens, n, k)
-    yield replace(row, kernel="csrc/gemm/skinny_linear") if skinny else row
+    row = replace(row, kernel="csrc/gemm/skinny_linear") if skinny else row
+    if act:
+        own = {"linear_fp8": ("linear_fp8_gated", "csrc/gemm/dense_fp8")}.get(fmt.op, ("dense_linear", "csrc/gemm/dense_linear"))
+        row = replace(row, what=f"{what}, {act} * up", op=own[0], kernel=own[1], bytes=row.bytes - ctx.tokens * n // 2 * ctx.item)
+    if norm:
+        row = replace(row, what=f"norm, {row.what}", op="norm_linear", kernel="csrc/gemm/skinny_linear")
+    if fusions.adds(spec, ctx, path):
+        row = replace(row, what=f"{row.what}+add", kernel="csrc/gemm/skinny_linear", op="skinny_linear")
+    yield row
 
 
 @rows.register
 def _(spec: Attn, ctx: Context, path: str) -> Iterator[Row]:
     heads, kv = spec.heads // ctx.tp, max(spec.kv_heads // ctx.tp, 1)
     inner = dict(nodes(spec))
-    yield from linear_rows(inner["qkv"], ctx, path, normed_e4m3(spec, ctx, path))
+    first = replace(ctx, open=False)
+    yield from linear_rows(inner["qkv"], first, path, fusions.normed_e4m3(spec, ctx, path), fusions.norms(inner["qkv"], ctx, path))
     yield from _project_rows(spec, ctx, path, heads, kv if spec.own_kv else 0)
     yield _attend_row(spec, ctx, path, heads, kv)
     yield from rows(inner["o"], ctx, path)
@@ -195,20 +207,14 @@ def _whole_norm_rows(ctx: Context, path: str, dim: int, parts: tuple[tuple[str, 
 @rows.register
 def _(spec: MLP, ctx: Context, path: str) -> Iterator[Row]:
     inner, ff = dict(nodes(spec)), spec.ff // ctx.tp
-    up = list(linear_rows(inner["up"], ctx, path, normed_e4m3(spec, ctx, path)))
-    if spec.gated and _gates(inner["up"], ctx, path):
-        yield from up[:-1]
-        fp8, one = up[-1].op == "linear_fp8", up[-1]
-        now = (
-            {"op": "linear_fp8_gated", "kernel": "csrc/gemm/dense_fp8"}
-            if fp8
-            else {"op": "dense_linear", "kernel": "csrc/gemm/dense_linear"}
-        )
-        yield replace(one, what=f"{one.what}, {spec.act} * up", bytes=one.bytes - ctx.tokens * ff * ctx.item, **now)
+    norm = fusions.norms(inner["up"], ctx, path, spec.gated)
+    gate = spec.gated and (norm or fusions.gates(inner["up"], ctx, path))
+    first = replace(ctx, open=False)
+    yield from linear_rows(inner["up"], first, path, fusions.normed_e4m3(spec, ctx, path), norm, spec.act if gate else "")
+    if gate:
         yield from linear_rows(inner["down"], ctx, path)
         return
-    yield from up
-    fp8 = spec.gated and _takes_e4m3(inner["down"], ctx, path)
+    fp8 = spec.gated and fusions.takes_e4m3(inner["down"], ctx, path)
     op, read = ("act_mul_fp8" if fp8 else "act_mul", 2) if spec.gated else ("act", 1)
     written = ff + 4 if fp8 else ff * ctx.item
     yield ctx.row(path, spec.act + (" * up" if spec.gated else ""), op, ctx.tokens * (ff * read * ctx.item + written), 0, f"{ff}")
@@ -244,25 +250,7 @@ def _(spec: MoE, ctx: Context, path: str) -> Iterator[Row]:
 @rows.register
 def _(spec: Sum, ctx: Context, path: str) -> Iterator[Row]:
     for branch in spec.branches:  # all read the one normed tensor
-        yield from rows(branch, replace(ctx, normed=False), path_of(branch, path))
-
-
-def _gates(linear: Any, ctx: Context, path: str) -> bool:
-    w = linear.weights()["weight"]
-    n, k, dtype = sum(w.sizes(ctx.tp, path)), w.local_cols(ctx.tp, path) or 0, torch.bfloat16 if ctx.item == 2 else torch.float32
-    return ctx.fuse and resolve(linear.names(path), ctx.quant).gates(ctx.tokens, n, k, dtype, "cuda")
-
-
-def _takes_e4m3(linear: Any, ctx: Context, path: str) -> bool:
-    return ctx.fuse and resolve(linear.names(path), ctx.quant).takes_e4m3
-
-
-def normed_e4m3(body: Spec, ctx: Context, path: str) -> bool:
-    """Whether the norm ahead of a body gives its first product e4m3 rows."""
-    if not ctx.normed or type(body) not in (Attn, MLP):
-        return False
-    inner = dict(nodes(body))
-    return _takes_e4m3(inner["qkv"] if isinstance(body, Attn) else inner["up"], ctx, path)
+        yield from rows(branch, replace(ctx, normed=False, streamed=False, open=False), path_of(branch, path))
 
 
 def product(shape: tuple[int, ...]) -> int:
@@ -277,7 +265,7 @@ def _label(fmt: Format) -> str:
 
 
 def edge_rows(ctx: Context, d: int, prev: Sub | None, pre: Any, at: str, fp8: bool = False) -> Iterator[Row]:
-    """The join between two steps; the same rule as `Decoder.forward`. fp8: the norm gives e4m3 rows."""
+    """The join between two steps; the same rule as `Decoder.forward`. prev=None: nothing is left to add. fp8: the norm gives e4m3 rows."""
     one = ctx.tokens * d * ctx.item
     if prev and ctx.tp > 1 and prev.body.partial:
         yield ctx.row(at, "sum over ranks", "all_reduce", 2 * one * (ctx.tp - 1) / ctx.tp)

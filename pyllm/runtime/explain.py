@@ -19,8 +19,10 @@ from pyllm.layers.bind import DTYPES
 from pyllm.layers.decoder import Decoder
 from pyllm.layers.formats import QuantPlan, resolve
 from pyllm.layers.linear import Embedding, Linear, check_plan
+from pyllm.layers.norm import RMSNorm
 from pyllm.layers.spec import Spec, join, need_sizes, walk
-from pyllm.runtime.costs import GPUS, Context, Row, edge_rows, normed_e4m3, product, rows
+from pyllm.runtime.costs import GPUS, Context, Row, edge_rows, linear_rows, product, rows
+from pyllm.runtime.fusions import added_inside, norm_inside, normed_e4m3, norms
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,17 @@ def explain(
     if spec.positions:
         out += _position_rows(spec.positions, ctx)
     for sub in spec.subs:
-        path, here = join(sub.at, getattr(sub.body, "at", "")), replace(ctx, normed=isinstance(sub.pre, Spec))
-        out += edge_rows(ctx, d, prev, sub.pre, sub.at, normed_e4m3(sub.body, here, path))
+        path, one_norm = join(sub.at, getattr(sub.body, "at", "")), isinstance(sub.pre, Spec)
+        streamed, into = isinstance(sub.pre, RMSNorm) and prev is None, tp == 1 and not sub.post and sub.scale == 1.0
+        here = replace(ctx, normed=one_norm, streamed=streamed, open=into and not isinstance(sub.pre, tuple))
+        if not norm_inside(sub, here, path):
+            out += edge_rows(ctx, d, prev, sub.pre, sub.at, normed_e4m3(sub.body, here, path))
         out += [_moved(r, sub.at) for r in rows(sub.body, here, path)]
-        prev = sub
-    out += edge_rows(ctx, d, prev, spec.norm, "head")
-    out += _head_rows(spec, replace(ctx, new=1))
+        prev = None if added_inside(sub, here, path) else sub
+    last = replace(ctx, new=1, streamed=isinstance(spec.norm, RMSNorm) and prev is None)
+    if not (spec.head and norms(spec.head, last, "")):
+        out += edge_rows(ctx, d, prev, spec.norm, "head")
+    out += _head_rows(spec, last)
     weights = sum(_stored(s, p, ctx) for p, s in walk(spec))
     kv = sum(2 * max(s.kv_heads // tp, 1) * s.head_dim * ctx.kv_item for s in spec.kv_slots().values())
     return Explanation(tuple(out), weights, kv, ctx)
@@ -139,7 +146,10 @@ def _head_rows(spec: Decoder, ctx: Context) -> Iterator[Row]:
     """The head sees one row per sequence."""
     tied = Linear(spec.embed.d, (spec.embed.weights()["weight"].parts[0],), "col")
     # a tied head multiplies by the embedding itself, which no quant plan changes
-    yield from (_moved(r, "head") for r in rows(spec.head or tied, ctx if spec.head else replace(ctx, quant=()), ""))
+    if spec.head:
+        yield from (_moved(r, "head") for r in linear_rows(spec.head, ctx, "", norm=norms(spec.head, ctx, "")))
+    else:
+        yield from (_moved(r, "head") for r in rows(tied, replace(ctx, quant=()), ""))
     if spec.logit_scale != 1.0:
         yield ctx.row("head", f"scale {spec.logit_scale:g}", "mul", 2 * ctx.batch * spec.vocab_size * ctx.item)
     if spec.logit_softcap:
