@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from pyllm.layers.attention import Attn
 from pyllm.layers.bind import DTYPES
 from pyllm.layers.decoder import Decoder
 from pyllm.layers.formats import QuantPlan, resolve
 from pyllm.layers.linear import Embedding, Linear, check_plan
+from pyllm.layers.mlp import MLP
 from pyllm.layers.norm import RMSNorm
 from pyllm.layers.spec import Spec, join, need_sizes, walk
 from pyllm.runtime.costs import GPUS, Context, Row, edge_rows, linear_rows, product, rows
@@ -114,9 +116,10 @@ def explain(
     if spec.positions:
         out += _position_rows(spec.positions, ctx)
     for sub in spec.subs:
-        path, one_norm = join(sub.at, getattr(sub.body, "at", "")), isinstance(sub.pre, Spec)
-        streamed, into = isinstance(sub.pre, RMSNorm) and prev is None, tp == 1 and not sub.post and sub.scale == 1.0
-        here = replace(ctx, normed=one_norm, streamed=streamed, open=into and not isinstance(sub.pre, tuple))
+        path, here = join(sub.at, getattr(sub.body, "at", "")), ctx
+        if type(sub.body) in (Attn, MLP):  # the layers that hand their norm to a product
+            into = tp == 1 and not sub.post and sub.scale == 1.0
+            here = replace(ctx, normed=sub.pre is not None, streamed=isinstance(sub.pre, RMSNorm) and prev is None, open=into)
         if not norm_inside(sub, here, path):
             out += edge_rows(ctx, d, prev, sub.pre, sub.at, normed_e4m3(sub.body, here, path))
         out += [_moved(r, sub.at) for r in rows(sub.body, here, path)]
