@@ -22,6 +22,9 @@ elements: there it was measured level with or ahead of cuBLAS inside a CUDA grap
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 DENSE_ROWS, DENSE_COLUMNS = 1024, 2048
 """T and N from which `dense_linear` is measured to be as fast as cuBLAS or faster."""
+DENSE_DECODE_ROWS, DENSE_DECODE_WEIGHT = range(128, 257), 2**26
+"""T and elements of the weight from which it is so in decode steps too, behind a norm: 1.04x to 1.08x for 128 rows of (28672, 4096), 1.01x
+for 256; 0.93x for 512, and less for smaller weights."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -30,9 +33,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Shapes: x `[T, K]`, weight `[N, K]`, bias `[N]` -> y `[T, N]`. Dtypes: one of bf16, fp16, fp32 for all; accumulation in fp32, one
     rounding.
     Errors: sizes or dtypes that disagree, by name. CUDA: `skinny_linear` for up to 8 rows of bf16 or fp16, N >= 2048 and weights of up to
-    2^24 elements where it serves the operands (sm_90, dense rows at multiples of 16 bytes), `dense_linear` from 1024 rows and N = 2048 on;
-    otherwise cuBLAS through torch. The rule comes from 1 and 16 rows and from 256 on; 2 to 8 rows were not timed. weight and bias are
-    constants: a kernel may read them before the kernels ahead of it in the stream have finished.
+    2^24 elements where it serves the operands (sm_90, dense rows at multiples of 16 bytes), `dense_linear` from 1024 rows and N = 2048 on
+    (`dense_wins`, which adds 128 to 256 rows of large weights); otherwise cuBLAS through torch. The rule comes from 1 and 16 rows and from
+    128 on; 2 to 8 rows were not timed. weight and bias are constants: a kernel may read them before the kernels ahead of it in the stream have finished.
     """
     return torch.ops.pyllm.linear(x, weight, bias)
 
@@ -103,6 +106,11 @@ def streams(m: int, n: int, k: int) -> bool:
     return m <= STREAM_ROWS and n >= STREAM_COLUMNS and n * k <= STREAM_WEIGHT
 
 
+def dense_wins(m: int, n: int, k: int) -> bool:
+    """Whether the product of `[m, k]` and `[n, k]` goes to dense_linear, dtypes and alignment permitting."""
+    return (m >= DENSE_ROWS and n >= DENSE_COLUMNS) or (m in DENSE_DECODE_ROWS and n * k >= DENSE_DECODE_WEIGHT)
+
+
 def norm_streams(m: int, n: int, k: int, gated: bool) -> bool:
     """Whether the norm ahead of such a product (and the gate behind it) is faster inside skinny_linear than as ops of their own: where the
     product itself is as fast there as in cuBLAS, and a gated one up to twice that size, since the gate saves two launches."""
@@ -117,7 +125,7 @@ def _linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     _check_linear(x, weight, bias)
     if _streams(x, weight):
         return skinny_linear(x, weight, None if bias is None else bias.contiguous())
-    if x.shape[0] >= DENSE_ROWS and weight.shape[0] >= DENSE_COLUMNS and dense_serves(x, weight):
+    if dense_wins(x.shape[0], *weight.shape) and dense_serves(x, weight):
         return torch.ops.pyllm.dense_linear(x, weight, None if bias is None else bias.contiguous())
     return F.linear(x, weight, bias)
 

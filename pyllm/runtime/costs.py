@@ -19,7 +19,7 @@ from pyllm.layers.moe import MoE
 from pyllm.layers.norm import LayerNorm, RMSNorm
 from pyllm.layers.spec import Spec, nodes, path_of
 from pyllm.ops.attention import attention_kernel
-from pyllm.ops.gemm import streams
+from pyllm.ops.gemm import dense_wins, streams
 from pyllm.ops.registry import OPS
 from pyllm.runtime import fusions
 from pyllm.runtime.gpus import GPUS, Gpu
@@ -106,7 +106,8 @@ def linear_rows(spec: Linear, ctx: Context, path: str, given: bool = False, norm
     tags = f"{n}x{k}" + (f" {spec.tp}" if spec.tp and ctx.tp > 1 else "") + (" +bias" if spec.bias else "")
     row = ctx.row(path, what, fmt.op, moved, 2 * ctx.tokens * n * k, tags, _label(fmt))
     skinny = fmt.op == "linear" and ctx.item == 2 and k % 8 == 0 and streams(ctx.tokens, n, k)
-    row = replace(row, kernel="csrc/gemm/skinny_linear") if skinny else row
+    dense = fmt.op == "linear" and ctx.item == 2 and k % 8 == 0 and n % 8 == 0 and dense_wins(ctx.tokens, n, k)
+    row = replace(row, kernel=f"csrc/gemm/{'skinny' if skinny else 'dense'}_linear") if skinny or dense else row
     if act:
         own = {"linear_fp8": ("linear_fp8_gated", "csrc/gemm/dense_fp8")}.get(fmt.op, ("dense_linear", "csrc/gemm/dense_linear"))
         row = replace(row, what=f"{what}, {act} * up", op=own[0], kernel=own[1], bytes=row.bytes - ctx.tokens * n // 2 * ctx.item)
