@@ -36,13 +36,15 @@ def check_sizes(sizes: Mapping[str, int], optional: Mapping[str, int | None], po
         raise ValueError(f"Engine: max_length is {length}, expected at most the model's context of {positions}")
 
 
-def check_types(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, weights: object) -> None:
+def check_types(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, weights: object) -> torch.dtype:
+    """kv_dtype."""
     if device.type not in POOL_SHARE:
         raise ValueError(f"Engine: device is {device}, expected cpu or cuda")
     if kv_dtype not in (dtype, torch.float8_e4m3fn):
         raise ValueError(f"Engine: kv_dtype is {kv_dtype}, expected {dtype} like dtype, or torch.float8_e4m3fn")
     if not isinstance(weights, Mapping) and not callable(weights):
         raise ValueError(f"Engine: weights is {weights!r}, expected a mapping of tensors or a bound module")
+    return kv_dtype
 
 
 def check_deterministic(

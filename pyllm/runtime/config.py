@@ -33,12 +33,14 @@ class _Config(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class KvCacheConfig(_Config):
-    """enable_block_reuse: keep the pages of known prefixes for later requests.
+    """enable_block_reuse: keep the pages of known prefixes for later requests. enable_partial_reuse: where a prompt parts from them inside
+    a page, read the page's beginning too.
     free_gpu_memory_fraction: share of the memory that is free once weights and activations have theirs. max_tokens: at most so many.
     tokens_per_block: 16, 32, 64 or 128. dtype: "auto" (the model's) or "fp8".
     """
 
     enable_block_reuse: bool = True
+    enable_partial_reuse: bool = True
     free_gpu_memory_fraction: float = 0.9
     max_tokens: int | None = None
     tokens_per_block: int = 64
@@ -50,8 +52,7 @@ class KvCacheConfig(_Config):
         "secondary_offload_min_priority": "the cache lives on the device alone",
         "max_attention_window": "sliding windows are a property of the model's declaration (Attn.window)",
         "sink_token_length": "attention sinks are a property of the model's declaration (Attn.sinks)",
-        "enable_partial_reuse": "whole blocks are reused; a smaller tokens_per_block reuses more",
-        "copy_on_partial_reuse": "whole blocks are reused; a smaller tokens_per_block reuses more",
+        "copy_on_partial_reuse": "a part of a block is always reused by a copy; enable_partial_reuse=False turns it off",
         "event_buffer_max_size": "there are no cache events",
         "max_gpu_total_bytes": "use max_tokens or free_gpu_memory_fraction",
         "gpu_memory_utilization": "use free_gpu_memory_fraction, a share of the memory that is free after loading",
@@ -59,7 +60,8 @@ class KvCacheConfig(_Config):
     }
 
     def __post_init__(self) -> None:
-        self._need("enable_block_reuse", isinstance(self.enable_block_reuse, bool), "True or False")
+        for name in ("enable_block_reuse", "enable_partial_reuse"):
+            self._need(name, isinstance(getattr(self, name), bool), "True or False")
         share = self.free_gpu_memory_fraction
         self._need(
             "free_gpu_memory_fraction",

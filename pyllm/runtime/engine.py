@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +18,9 @@ from pyllm.runtime.graph import token_sizes
 from pyllm.runtime.host import BlockPool
 from pyllm.runtime.kv import KvPool, free_bytes
 from pyllm.runtime.params import SamplingParams, id_tuple
-from pyllm.runtime.request import Request, check_order, new_request
+from pyllm.runtime.request import Chunk, Request, check_order, new_request
 from pyllm.runtime.runner import Flight, Runner
-from pyllm.runtime.schedule import LOGIT_ROWS, Chunk, Scheduler
+from pyllm.runtime.schedule import LOGIT_ROWS, Scheduler
 from pyllm.runtime.windows import Stored, Windows, count_pages
 
 
@@ -35,8 +34,9 @@ class Engine:
     max_length: tokens of a request, prompt and output; None: the model's context.
     kv_dtype: of the cache, default `dtype`; float8_e4m3fn takes `kv_scales` (slot -> (k_scale, v_scale)). eos_ids: the model's end tokens.
     reserve=False admits more requests than the pool can hold in the end, and computes some anew when it is full. reuse: keep the pages of
-    known prefixes. overlap: launch a step before the tokens of the one before are read (None: on a GPU); `step` then returns the requests
-    of the step before. graph_sizes: batch sizes of decode steps, captured as CUDA graphs on a GPU; None: chosen by max_batch there; [] off.
+    known prefixes; partial: and read a page's beginning where a prompt parts from it. overlap: launch a step before the tokens of the one
+    before are read (None: on a GPU); `step` then returns the requests of the step before. graph_sizes: batch sizes of decode steps,
+    captured as CUDA graphs on a GPU; None: chosen by max_batch there; [] off.
     mixed_sizes: the same for numbers of tokens of steps with prompts; None: up to 1024 where graph_sizes is not [].
     draft_len: guess so many tokens of each greedy request from what followed its last draft_ngram tokens before, or with draft_model, a
     second (declaration, weights or bound module) of the same vocabulary, what that one would say; runs without overlap.
@@ -66,6 +66,7 @@ class Engine:
         eos_ids: Iterable[int] = (),
         reserve: bool = True,
         reuse: bool = True,
+        partial: bool = False,
         overlap: bool | None = None,
         graph_sizes: Sequence[int] | None = None,
         mixed_sizes: Sequence[int] | None = None,
@@ -78,8 +79,7 @@ class Engine:
         sizes = {"max_batch": max_batch, "chunk": chunk, "page_size": page_size, "draft_ngram": draft_ngram}
         check_sizes(sizes, {"pages": pages, "max_tokens": max_tokens, "max_length": max_length}, spec.max_positions)
         self.spec, self.device, self.eos_ids = spec, torch.device(device), frozenset(id_tuple("Engine: eos_ids", eos_ids))
-        kv_dtype = kv_dtype or dtype
-        check_types(self.device, dtype, kv_dtype, weights)
+        kv_dtype = check_types(self.device, dtype, kv_dtype or dtype, weights)
         cuda, most = self.device.type == "cuda", max_batch * (1 + draft_len) + chunk
         module = self._bound(spec, weights, dtype, deterministic)
         if deterministic:
@@ -89,7 +89,7 @@ class Engine:
         pages = pages or self._pages(max_tokens, memory_share, spare_bytes, page_size, most, stored)
         windows = Windows.of(spec.kv_slots(), page_size, max_batch, most, pages, self.device)
         self.kv = KvPool(spec.kv_slots(), pages, page_size, kv_dtype, self.device, kv_scales, windows.each)
-        self.pool = BlockPool(pages)
+        self.pool, self._pools = BlockPool(pages), [self.kv]
         draft = self._draft_model(*draft_model, draft_len) if draft_model else None
         graph_sizes = graph_sizes if graph_sizes is not None else default_sizes(max_batch) if cuda else ()
         if mixed_sizes is None and cuda and graph_sizes:
@@ -98,11 +98,11 @@ class Engine:
             module, self.kv, vocab=spec.vocab_size, max_batch=max_batch, max_length=self.max_length, max_tokens=most,
             decode_sizes=graph_sizes, mixed_sizes=mixed_sizes or (), draft=draft,
         )  # fmt: skip
-        queue: dict[str, Any] = {"page_size": page_size, "max_batch": max_batch, "chunk": chunk, "reserve": reserve, "reuse": reuse}
-        grid = min(chunk, LOGIT_ROWS) // page_size * page_size if deterministic else 0
-        self._scheduler = Scheduler(self.pool, self._runner.rows, grid=grid, windows=windows, **queue)
-        if cuda:
-            self._runner.capture(progress)
+        self._scheduler = Scheduler(
+            self.pool, self._runner.rows, page_size=page_size, max_batch=max_batch, chunk=chunk, reserve=reserve, reuse=reuse,
+            partial=partial, grid=min(chunk, LOGIT_ROWS) // page_size * page_size if deterministic else 0, windows=windows,
+        )  # fmt: skip
+        self._runner.capture(progress)
         self._propose = None if not draft_len else self._runner.guess if draft else by_lookup(draft_len, draft_ngram)
         self.overlap = (cuda if overlap is None else overlap) and not draft_len
         self._flights, self._next_id, self._vocab = deque[Flight](), 0, spec.vocab_size
@@ -117,8 +117,8 @@ class Engine:
 
     def _draft_model(self, spec: DecoderSpec, weights: Mapping[str, Tensor] | Callable[[Batch], Tensor], most: int) -> DraftModel:
         check_draft(self.spec, spec, self.max_length, most)
-        caches = KvPool(spec.kv_slots(), self.kv.pages, self.kv.page_size, self.dtype, self.device).caches
-        return DraftModel(self._bound(spec, weights, self.dtype, False), caches, self.kv.page_size, self.max_length, most)
+        self._pools.append(KvPool(spec.kv_slots(), self.kv.pages, self.kv.page_size, self.dtype, self.device))
+        return DraftModel(self._bound(spec, weights, self.dtype, False), self._pools[1].caches, self.kv.page_size, self.max_length, most)
 
     def _bound(
         self, spec: DecoderSpec, weights: Mapping[str, Tensor] | Callable[[Batch], Tensor], dtype: torch.dtype, invariant: bool
@@ -188,6 +188,9 @@ class Engine:
         moved: list[Request] = []
         plan = self._scheduler.schedule(self._propose if self._runner.traits.plain else None)
         if plan is not None:
+            copies = self._scheduler.take_copies()
+            for kv in self._pools if copies else ():
+                kv.copy(copies)
             self._flights.append(self._runner.launch(plan))
             self._scheduler.launched(plan)
             self.steps += 1
@@ -283,6 +286,7 @@ class Engine:
     def fail(self, message: str) -> None:
         """End every request with an error: the way out when a step has raised."""
         self._flights.clear()
+        self._scheduler.take_copies()
         for request in (*self.running, *self.waiting):
             request.error = message
             self._finish(request, "error")

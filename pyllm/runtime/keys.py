@@ -7,6 +7,7 @@ from the time to the first token what others have asked. Price: about 1 us for a
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from hashlib import sha256
 
 import numpy as np
@@ -22,3 +23,38 @@ def extend_keys(keys: list[bytes], root: bytes, tokens: NDArray[np.int32], pages
     for i in range(len(keys), pages):
         block = tokens[i * page_size : (i + 1) * page_size].tobytes()
         keys.append(sha256((keys[-1] if keys else root) + block).digest())
+
+
+class PageTexts:
+    """What the named pages hold, by the name of the page before them: a prompt that parts from all of them reads the beginning of one."""
+
+    SIBLINGS = 32  # so many of the latest pages behind one page are looked at: comparing one takes about 2 us
+
+    def __init__(self, most: int) -> None:
+        self._most = most  # pages: as many as the pool has, so older names are out of use, or nearly
+        self._of: OrderedDict[bytes, tuple[bytes, NDArray[np.int32]]] = OrderedDict()
+        self._behind: dict[bytes, dict[bytes, None]] = {}
+
+    def add(self, before: bytes, key: bytes, tokens: NDArray[np.int32]) -> None:
+        if key not in self._of:
+            self._of[key] = before, tokens.copy()
+            self._behind.setdefault(before, {})[key] = None
+            if len(self._of) > self._most:
+                self.remove(next(iter(self._of)))
+
+    def remove(self, key: bytes) -> None:
+        before, _ = self._of.pop(key)
+        del self._behind[before][key]
+        if not self._behind[before]:
+            del self._behind[before]
+
+    def best(self, before: bytes, tokens: NDArray[np.int32]) -> tuple[bytes, int]:
+        """The page behind `before` that shares the longest beginning with these tokens, and how many of them; 0 without one."""
+        found, most = b"", 0
+        for key, _ in zip(reversed(self._behind.get(before, {})), range(self.SIBLINGS), strict=False):
+            held = self._of[key][1][: len(tokens)]
+            differs = np.flatnonzero(held != tokens[: len(held)])
+            count = int(differs[0]) if len(differs) else len(held)
+            if count > most:
+                found, most = key, count
+        return found, most

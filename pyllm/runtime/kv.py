@@ -7,7 +7,7 @@ The pages start uninitialised: every op reads only the first kv_len keys of a se
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -70,6 +70,13 @@ class KvPool:
         for cache in self.caches.values():  # idle rows of a step read and write the dummy page: finite there, whatever was in memory
             cache.k[0].zero_()
             cache.v[0].zero_()
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages (from, to) in all caches, in one launch or two."""
+        each = [t for cache in self.caches.values() for t in (cache.k, cache.v)]
+        if self.dtype.itemsize == 1:
+            each = [t.view(torch.uint8) for t in each]
+        torch._foreach_copy_([t[to] for t in each for _, to in copies], [t[source] for t in each for source, _ in copies])
 
     def _places(self, slot: SlotSizes) -> int:
         small = self._windows.get(slot.window or 0)

@@ -82,30 +82,18 @@ class LLM:
         self.tokenizer, self._checkpoint = None if skip_tokenizer_init else parts.tokenizer, parts.checkpoint
         cuda, chunk = parts.device.type == "cuda", max_num_tokens or CHUNK[parts.device.type]
         guessing, second = _guessing(draft, parts, progress)
-        room = (chunk, max_batch_size, kv.tokens_per_block)
+        spare = [activation_bytes(p, chunk, max_batch_size, kv.tokens_per_block) for p in (parts, second or parts)] if cuda else [0]
         self._engine = Engine(
-            parts.spec,
-            parts.module,
-            device=parts.device,
-            dtype=parts.dtype,
-            page_size=kv.tokens_per_block,
-            max_tokens=kv.max_tokens,
-            memory_share=kv.free_gpu_memory_fraction if cuda else None,
-            spare_bytes=max(activation_bytes(p, *room) for p in (parts, second or parts)) if cuda else 0,
-            max_batch=max_batch_size,
-            chunk=chunk,
-            max_length=max_seq_len,
-            kv_dtype=kv.torch_dtype,
-            eos_ids=parts.eos_ids,
+            parts.spec, parts.module, device=parts.device, dtype=parts.dtype, eos_ids=parts.eos_ids, max_batch=max_batch_size, chunk=chunk,
+            max_length=max_seq_len, page_size=kv.tokens_per_block, max_tokens=kv.max_tokens, kv_dtype=kv.torch_dtype,
+            spare_bytes=max(spare), memory_share=kv.free_gpu_memory_fraction if cuda else None,
             reserve=scheduler.capacity_scheduler_policy == "GUARANTEED_NO_EVICT",
-            reuse=kv.enable_block_reuse,
+            reuse=kv.enable_block_reuse, partial=kv.enable_partial_reuse,
             overlap=False if disable_overlap_scheduler else None,
             graph_sizes=graphs.sizes(max_batch_size) if graphs and cuda else [],
             mixed_sizes=graphs.token_sizes(chunk) if graphs and cuda else [],
-            deterministic=deterministic,
-            progress=progress,
-            **guessing,
-        )
+            deterministic=deterministic, progress=progress, **guessing,
+        )  # fmt: skip
         self._loop = EngineLoop(self._engine, watchdog_timeout)
 
     def generate(

@@ -113,6 +113,29 @@ class Timing:
         return self.tokens[-1] if self.tokens else 0.0
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens start .. start + count of a request that is not generating yet."""
+
+    request: Request
+    start: int
+    count: int
+
+    @property
+    def last(self) -> bool:
+        """It reaches the last known token: only then is a token sampled."""
+        return self.start + self.count == self.request.target
+
+
+@dataclass(frozen=True)
+class Plan:
+    """decodes: in the order of their rows. drafts: the last token of each request with guesses behind it, instead of the other two."""
+
+    decodes: list[Request]
+    chunks: list[Chunk]
+    drafts: list[Chunk] = field(default_factory=list)
+
+
 def new_request(prompt_token_ids: Iterable[int], params: SamplingParams | None, vocab: int, limit: int, eos_ids: frozenset[int]) -> Request:
     """A request of a model with `vocab` tokens and a context of `limit`. ValueError for what it could never run."""
     params = SamplingParams() if params is None else params

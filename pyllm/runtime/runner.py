@@ -81,7 +81,7 @@ class Runner:
         decode = [(kind, n) for n in reversed(self.decode_sizes) for kind in ("logits", "move_on", "tokens")]
         if self._draft:
             decode += [("guess", n) for n in reversed(self.decode_sizes)]
-        if mixed or decode:
+        if self._kv.device.type == "cuda" and (mixed or decode):
             self.graphs.capture([*mixed, *decode], progress)
 
     @property

@@ -16,14 +16,13 @@ from __future__ import annotations
 import bisect
 import secrets
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyllm.runtime.keys import extend_keys, root_key
+from pyllm.runtime.keys import PageTexts, extend_keys, root_key
 from pyllm.runtime.params import MAX_SEED
-from pyllm.runtime.request import Request
+from pyllm.runtime.request import Chunk, Plan, Request
 from pyllm.runtime.windows import Windows
 
 if TYPE_CHECKING:
@@ -35,29 +34,6 @@ if TYPE_CHECKING:
 
 
 LOGIT_ROWS = 512  # tokens of a chunk whose logits are all wanted: 131 MB in bf16 with 128k tokens in the vocabulary
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens start .. start + count of a request that is not generating yet."""
-
-    request: Request
-    start: int
-    count: int
-
-    @property
-    def last(self) -> bool:
-        """It reaches the last known token: only then is a token sampled."""
-        return self.start + self.count == self.request.target
-
-
-@dataclass(frozen=True)
-class Plan:
-    """decodes: in the order of their rows. drafts: the last token of each request with guesses behind it, instead of the other two."""
-
-    decodes: list[Request]
-    chunks: list[Chunk]
-    drafts: list[Chunk] = field(default_factory=list)
 
 
 def _order(request: Request) -> tuple[int, int]:
@@ -77,11 +53,14 @@ class Scheduler:
         chunk: int,
         reserve: bool = True,
         reuse: bool = True,
+        partial: bool = False,
         grid: int = 0,
         windows: Windows | None = None,
     ) -> None:
-        """grid: 0, or a multiple of page_size, at most chunk and LOGIT_ROWS."""
+        """partial: reuse the beginning of a page too, by a copy. grid: 0, or a multiple of page_size, at most chunk and LOGIT_ROWS."""
         self.windows = windows or Windows({}, page_size)
+        self._texts = PageTexts(pool.total) if partial and reuse and not grid and not self.windows else None
+        self._copies: list[tuple[int, int]] = []
         self.pool, self.rows, self.grid = pool, rows, grid
         self.page_size, self.max_batch, self.chunk = page_size, max_batch, chunk
         self.reserve, self.reuse = reserve, reuse
@@ -140,6 +119,11 @@ class Scheduler:
         guesses = guesses[: max(0, min(request.limit - request.sampled - 1, len(request.pages) * self.page_size - n))]
         request.sync_tokens()[n : n + len(guesses)] = guesses
         return Chunk(request, at, 1 + len(guesses))
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Pages to copy, from and to, before the step that was just scheduled."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def launched(self, plan: Plan) -> None:
         """The step is on its way: count it, name the pages it fills, free the rows of those that need no further one."""
@@ -210,15 +194,35 @@ class Scheduler:
             if len(found) < full and request.keys[len(found)] in coming:
                 self.pool.free(found)
                 return None
+        part, shared = self._part(request, len(found)) if len(found) < need else (found[:0], 0)
         if need - len(found) > self.pool.available:
             self.pool.free(found)
+            self.pool.free(part)
             return False
         fresh = self.pool.allocate(need - len(found))
+        if shared:
+            self._copies.append((int(part[0]), int(fresh[0])))
+        self.pool.free(part)  # whoever gets it next writes to it after the copy
         request.pages = found if not len(fresh) else fresh if not len(found) else np.concatenate([found, fresh])
-        request.target, request.computed, request.named = target, len(found) * self.page_size, len(found)
+        request.target, request.computed, request.named = target, len(found) * self.page_size + shared, len(found)
         request.cached_tokens = request.computed
         self.windows.admit(request)
         return True
+
+    def _part(self, request: Request, pages: int) -> tuple[NDArray[np.int32], int]:
+        """A page, held, whose first tokens are those of the request behind so many reused pages; and how many."""
+        none = self.pool.allocate(0)
+        if self._texts is None or request.params.prompt_logprobs is not None:
+            return none, 0
+        start = pages * self.page_size
+        before = request.keys[pages - 1] if pages else root_key(request.salt)
+        key, count = self._texts.best(before, request.tokens[start : min(start + self.page_size, request.length - 1)])
+        if not count:
+            return none, 0
+        page = self.pool.match(key)
+        if not len(page):
+            self._texts.remove(key)
+        return page, count * len(page)
 
     def _grow(self) -> None:
         """A page for each generating request whose next token begins one; the last in order give way."""
@@ -246,6 +250,10 @@ class Scheduler:
             extend_keys(request.keys, root_key(request.salt), request.sync_tokens(), full, self.page_size)
             new = full - request.named
             known = self.pool.cache(b"".join(request.keys[request.named : full]), request.pages[request.named : full])
+            if self._texts is not None:
+                names = [root_key(request.salt), *request.keys[:full]]
+                for i in range(request.named, request.named + known):
+                    self._texts.add(names[i], names[i + 1], request.tokens[i * self.page_size : (i + 1) * self.page_size])
             request.named = full if known == new else -1
 
     def knows(self, request: Request) -> bool:

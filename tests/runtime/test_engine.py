@@ -363,3 +363,22 @@ def test_the_pool_is_sized_in_pages_or_tokens_or_by_the_batch() -> None:
     assert make(pages=None, max_tokens=100).pool.total == 7
     assert make(pages=None, max_tokens=112).pool.total == 7
     assert make(pages=None, max_batch=3).pool.total == 3 * 8
+
+
+def test_the_beginning_of_a_page_is_reused_by_a_copy() -> None:
+    model = FakeModel()
+    engine = make(model, partial=True, chunk=100)
+    text = list(range(1, 41))
+    asked = [text, [*text[:27], 50, 51, 52], [*text[:5], 50], text[:16], [9, *text], [*text[:27], 50, 9]]
+    requests = []
+    for prompt in asked:  # pages of 16: two full ones are known after the first
+        requests.append(engine.submit(prompt, SamplingParams(max_tokens=3)))
+        engine.run()
+    assert [r.cached_tokens for r in requests] == [0, 27, 5, 15, 0, 28]
+    assert [t for t, b, r in model.steps if t > 1] == [40, 3, 41]
+    assert all(r.token_ids == expected(r.prompt_token_ids, 3, 120) for r in requests)
+    assert_idle(engine)
+    for options in ({"salt": "x"}, {"params": SamplingParams(max_tokens=3, prompt_logprobs=0)}):
+        other = engine.submit(text, **{"params": SamplingParams(max_tokens=3)} | options)
+        engine.run()
+        assert other.cached_tokens == 0

@@ -18,6 +18,7 @@ SWITCHES = st.fixed_dictionaries(
         "overlap": st.booleans(),
         "reserve": st.booleans(),
         "reuse": st.booleans(),
+        "partial": st.booleans(),
         "graph_sizes": st.sampled_from([(), (3,)]),
         "mixed_sizes": st.sampled_from([(), (8,)]),
         "draft_len": st.sampled_from([0, 0, 3]),
@@ -37,6 +38,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(n=st.sampled_from([1, 2, 15, 16, 17, 40, 60]), most=st.sampled_from([1, 2, 16, 40, 80]), own=st.booleans(), data=st.data())
     def submit(self, n, most, own, data) -> None:
         prompt = [len(self.requests) % 50, *TEXT[: n - 1]] if own else TEXT[:n]  # its own pages, or those of others
+        if data.draw(st.booleans()):  # or those of others up to somewhere inside a page
+            prompt = [*prompt[: n * 2 // 3], *[len(self.requests) % 7] * (n - n * 2 // 3)]
         shaped = data.draw(st.sampled_from([{}, {}, {"presence_penalty": 1e-3}, {"temperature": 1e-4}, {"logprobs": 0}]))
         params = SamplingParams(max_tokens=most, **shaped)
         salt, priority = data.draw(st.sampled_from(["", "", "x"])), data.draw(st.integers(0, 1))
