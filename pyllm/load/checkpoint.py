@@ -10,8 +10,8 @@ from typing import Any
 from .chat import MAX_TEMPLATE, render_chat
 from .confine import confined
 from .errors import CheckpointError, show
-from .gguf_file import GgufFile
 from .gguf_model import gguf_config, gguf_eos_ids
+from .gguf_shards import open_gguf
 from .gguf_tensors import GgufTensors
 from .jsonfile import read_bytes, read_json_object
 from .safetensors_file import open_safetensors
@@ -65,7 +65,7 @@ class Checkpoint:
 class GgufCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.file = GgufFile(path)
+        self.file = open_gguf(path)
         self.config = gguf_config(self.file)
         self.tensors = GgufTensors(self.file, self.config)
         self.bos_id = self.config["bos_token_id"]

@@ -206,6 +206,10 @@ class GgufFile(TensorMap):
         self._infos = _place(r, infos, alignment)
         self.alignment, self.header_end, self.size = alignment, r.at, self._file.size
 
+    def files(self) -> list[GgufFile]:
+        """The files that the tensors are in: this one (see gguf_shards.py)."""
+        return [self]
+
     def gaps(self) -> int:
         """Bytes before and between the tensors beyond what the alignment asks for: nothing reads them."""
         hidden, at = 0, self.header_end

@@ -105,12 +105,12 @@ def _gguf_oddities(file: GgufFile) -> Iterator[str]:
     unreadable = sorted({file.info(n).type.name for n in file if file.info(n).type.dtype is None})
     if unreadable:
         yield f"tensors of types that are not read: {' '.join(unreadable)}"
-    end = max((file.info(n).begin + file.info(n).nbytes for n in file), default=file.header_end)
-    idle = file.size - end
-    if idle >= file.alignment:
-        yield f"{idle} bytes after the last tensor belong to no tensor"
-    if (hidden := file.gaps()) > 0:
-        yield f"{hidden} bytes between the tensors belong to no tensor and are more than the alignment needs"
+    for one in file.files():
+        end = max((one.info(n).begin + one.info(n).nbytes for n in one), default=one.header_end)
+        if one.size - end >= one.alignment:
+            yield f"{show(one.path.name)}: {one.size - end} bytes after the last tensor belong to no tensor"
+        if (hidden := one.gaps()) > 0:
+            yield f"{show(one.path.name)}: {hidden} bytes between the tensors belong to no tensor and are more than the alignment needs"
 
 
 def _directory_oddities(root: Path) -> Iterator[str]:
