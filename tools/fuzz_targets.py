@@ -20,6 +20,7 @@ from pyllm.load.checkpoint import MAX_CONFIG
 from pyllm.load.errors import MAX_MESSAGE, CheckpointError
 from pyllm.load.gguf_file import GgufFile
 from pyllm.load.gguf_model import gguf_config
+from pyllm.load.gguf_shards import open_gguf
 from pyllm.load.gguf_tensors import GgufTensors
 from pyllm.load.jsonfile import read_json_object
 from pyllm.load.safetensors_file import INDEX_NAME, SafetensorsFile, open_safetensors
@@ -117,7 +118,7 @@ def gguf_target(files: Files) -> Target:
 
     def run(data: bytes) -> bool:
         try:
-            file = GgufFile(files.put("m.gguf", data))
+            file = open_gguf(files.put("m.gguf", data))
         except CheckpointError as error:
             _check_message(error)
             return False
