@@ -26,7 +26,7 @@ MaxBatch = Annotated[int, typer.Option(help="Requests in a step.")]
 MaxTokens = Annotated[int, typer.Option(help="Prompt tokens in a step.")]
 MaxLen = Annotated[int | None, typer.Option(help="Tokens of a request. Default: the longest of the dataset.")]
 Fraction = Annotated[float, typer.Option(help="Share of the free memory for the KV cache.")]
-KvDtype = Annotated[str, typer.Option(help="auto or fp8.")]
+KvDtype = Annotated[str, typer.Option(help="auto, fp8 or int8.")]
 Policy = Annotated[str, typer.Option(help="GUARANTEED_NO_EVICT or MAX_UTILIZATION.")]
 ReportJson = Annotated[Path | None, typer.Option(help="Write the report here.")]
 Against = Annotated[list[str] | None, typer.Option(help="hf or vllm: run the same requests there, and print the ratio.")]
@@ -219,6 +219,7 @@ def plan(
     import torch
 
     from pyllm.models import spec_from_config
+    from pyllm.runtime.config import CACHE_DTYPES
     from pyllm.runtime.dummy import SHAPES
     from pyllm.runtime.kv import free_bytes
     from pyllm.runtime.memory import memory_plan
@@ -233,13 +234,13 @@ def plan(
     here = torch.cuda.is_available()
     total = int(memory * 2**30) if memory is not None else free_bytes(torch.device("cuda")) if here else 141 * 10**9
     kind = pick_dtype(None if dtype == "auto" else dtype, torch.device("cuda"), config)
-    if kv_cache_dtype not in ("auto", "fp8"):
-        raise ValueError(f"plan: --kv-cache-dtype is {kv_cache_dtype!r}, expected auto or fp8")
+    if kv_cache_dtype not in CACHE_DTYPES:
+        raise ValueError(f"plan: --kv-cache-dtype is {kv_cache_dtype!r}, expected {' or '.join(CACHE_DTYPES)}")
     made = memory_plan(
         spec_from_config(config),
         total,
         dtype=kind,
-        kv_dtype=torch.float8_e4m3fn if kv_cache_dtype == "fp8" else kind,
+        kv_dtype=CACHE_DTYPES[kv_cache_dtype] or kind,
         tokens=max_num_tokens,
         max_batch=max_batch_size,
         fraction=free_gpu_memory_fraction,

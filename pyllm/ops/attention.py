@@ -9,6 +9,7 @@ from pyllm.ops.gemm import FLOATS
 from pyllm.ops.registry import check, define
 
 DECODE_ROWS = 8  # query rows per sequence up to which a step is a decode (speculative steps included)
+INT8_ROWS = 64  # query rows per sequence of a step over an int8 cache
 DECODE_DIMS = (64, 96, 128, 192, 256)  # head dims of the decode kernel
 PREFILL_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))  # (D, Dv) of the prefill kernel for bf16 and fp16
 PREFILL_FP8_DIMS = (64, 128, 256)
@@ -49,9 +50,13 @@ def paged_attention(
     others, in one launch each, without the host knowing which are which (D 64, 96, 128, 192, 256; with an fp8 cache 64, 128, 256 and bf16
     q, which the prefill kernel quantizes by (token, head) row); `simple_attention` for other head dims and GPUs; `composed_attention` for
     the rest: fp32, pages that are not a power of two, head dims that are no multiple of 8 (16 with an fp8 cache).
+    An int8 cache is read by `decode_attention` alone: causal, max_q given and at most 64.
     """
     for name, value in (("window", window), ("softcap", softcap)):
         check(value is None or value > 0, "paged_attention", name, f"is {value}, expected more than 0 (or None)")
+    if k_cache.dtype == torch.int8:
+        args = (scale, causal, window or 0, softcap or 0.0, sinks, k_scale, v_scale)
+        return _int8_attention(q, k_cache, v_cache, page_table, q_starts, kv_lens, *args, max_q)
     rows = max_q if max_q is not None and max_q >= 1 and causal else DECODE_ROWS + 1
     kernel = attention_kernel(q.dtype, k_cache.dtype, q.shape[-1], k_cache.shape[1], rows, not q.is_cuda or _hopper(q.device))
     sink = sinks if sinks is None or kernel == "composed_attention" else sinks.float()
@@ -93,6 +98,20 @@ def composed_attention(
     return torch.ops.pyllm.composed_attention(
         q, k_cache, v_cache, page_table, q_starts, kv_lens, scale, causal, window or 0, softcap or 0.0, sinks, k_scale, v_scale
     )
+
+
+def _int8_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_starts: Tensor, kv_lens: Tensor, scale: float, causal: bool,
+    window: int, softcap: float, sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, max_q: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    op, paged = "paged_attention", (page_table, q_starts, kv_lens)
+    check(causal, op, "causal", "is False, expected True with an int8 cache")
+    check(max_q is not None and max_q <= INT8_ROWS, op, "max_q", f"is {max_q}, expected at most {INT8_ROWS} with an int8 cache")
+    if q.is_cuda:
+        sink = None if sinks is None else sinks.float()
+        return torch.ops.pyllm.decode_attention(q, k_cache, v_cache, *paged, scale, window, softcap, sink, k_scale, v_scale, max_q)
+    wide = (c.to(q.dtype) for c in (k_cache, v_cache))  # int8 values are exact in 16 bits
+    return torch.ops.pyllm.composed_attention(q, *wide, *paged, scale, causal, window, softcap, sinks, k_scale, v_scale)
 
 
 def attention_kernel(q: torch.dtype, cache: torch.dtype, dim: int, page: int, rows: int, hopper: bool) -> str:

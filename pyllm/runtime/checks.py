@@ -7,8 +7,9 @@ from typing import Protocol
 
 import torch
 
-from pyllm.ops.attention import PREFILL_FP8_DIMS
-from pyllm.runtime.kv import SlotSizes
+from pyllm.ops.attention import DECODE_DIMS, PREFILL_FP8_DIMS
+from pyllm.runtime.kv import ONE_BYTE, SlotSizes
+from pyllm.runtime.schedule import LOGIT_ROWS
 
 # Share of the free memory that the KV pool takes when no size is given: the rest is for activations, and a CPU's memory is everybody's.
 POOL_SHARE = {"cuda": 0.8, "cpu": 0.25}
@@ -40,17 +41,24 @@ def check_types(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype,
     """kv_dtype."""
     if device.type not in POOL_SHARE:
         raise ValueError(f"Engine: device is {device}, expected cpu or cuda")
-    if kv_dtype not in (dtype, torch.float8_e4m3fn):
-        raise ValueError(f"Engine: kv_dtype is {kv_dtype}, expected {dtype} like dtype, or torch.float8_e4m3fn")
+    if kv_dtype not in (dtype, *ONE_BYTE):
+        raise ValueError(f"Engine: kv_dtype is {kv_dtype}, expected {dtype} like dtype, torch.float8_e4m3fn or torch.int8")
     if not isinstance(weights, Mapping) and not callable(weights):
         raise ValueError(f"Engine: weights is {weights!r}, expected a mapping of tensors or a bound module")
     return kv_dtype
 
 
-def check_deterministic(
-    spec: DecoderSpec, module: object, cuda: bool, kv_dtype: torch.dtype, *, page_size: int, chunk: int, reserve: bool, draft_len: int
-) -> None:
-    """ValueError for what the deterministic mode does not go with."""
+def check_int8(spec: DecoderSpec, dtype: torch.dtype, cuda: bool) -> None:
+    """ValueError where no kernel reads an int8 cache."""
+    dims = sorted({s.head_dim for s in spec.kv_slots().values()})
+    if cuda and (dtype == torch.float32 or not set(dims) <= set(DECODE_DIMS)):
+        raise ValueError(f"Engine: an int8 cache with {dtype} and head dims {dims}, expected bfloat16 or float16 and some of {DECODE_DIMS}")
+
+
+def grid_of(
+    spec: DecoderSpec, module: object, cuda: bool, kv_dtype: torch.dtype, page_size: int, chunk: int, reserve: bool, draft_len: int
+) -> int:
+    """Tokens of a prompt that the deterministic mode computes in one piece. ValueError for what it does not go with."""
     if not reserve:
         raise ValueError(
             "Engine: deterministic=True with reserve=False (MAX_UTILIZATION), which computes some requests anew, in other steps"
@@ -62,8 +70,11 @@ def check_deterministic(
     if cuda and not getattr(module, "invariant", False):
         raise ValueError("Engine: deterministic=True on CUDA with a module that was bound without invariant=True")
     dims = {s.head_dim for s in spec.kv_slots().values()}
+    if cuda and kv_dtype == torch.int8:
+        raise ValueError("Engine: deterministic=True with an int8 cache on CUDA, expected one of them; an fp8 cache goes with it")
     if cuda and kv_dtype == torch.float8_e4m3fn and not dims <= set(PREFILL_FP8_DIMS):
         raise ValueError(f"Engine: deterministic=True with an fp8 cache of head dims {sorted(dims)}, expected some of {PREFILL_FP8_DIMS}")
+    return min(chunk, LOGIT_ROWS) // page_size * page_size
 
 
 def check_draft(spec: DecoderSpec, draft: DecoderSpec, max_length: int, draft_len: int) -> None:

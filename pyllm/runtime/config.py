@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 POLICIES = ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION")
 
 
-_CACHE_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
+CACHE_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class _Config(Checked):
@@ -36,7 +36,7 @@ class KvCacheConfig(_Config):
     """enable_block_reuse: keep the pages of known prefixes for later requests. enable_partial_reuse: where a prompt parts from them inside
     a page, read the page's beginning too.
     free_gpu_memory_fraction: share of the memory that is free once weights and activations have theirs. max_tokens: at most so many.
-    tokens_per_block: 16, 32, 64 or 128. dtype: "auto" (the model's) or "fp8".
+    tokens_per_block: 16, 32, 64 or 128. dtype: "auto" (the model's), "fp8" or "int8".
     """
 
     enable_block_reuse: bool = True
@@ -70,12 +70,12 @@ class KvCacheConfig(_Config):
         )
         self._need_count("max_tokens")
         self._need("tokens_per_block", self.tokens_per_block in PAGE_SIZES, f"one of {', '.join(map(str, PAGE_SIZES))}")
-        self._need("dtype", self.dtype in _CACHE_DTYPES, " or ".join(map(repr, _CACHE_DTYPES)))
+        self._need("dtype", self.dtype in CACHE_DTYPES, " or ".join(map(repr, CACHE_DTYPES)))
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
         """None: the model's."""
-        return _CACHE_DTYPES[self.dtype]
+        return CACHE_DTYPES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)

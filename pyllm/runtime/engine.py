@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pyllm.runtime.apart import apart
 from pyllm.runtime.batch import Batch
-from pyllm.runtime.checks import POOL_SHARE, DecoderSpec, check_deterministic, check_draft, check_sizes, check_types
+from pyllm.runtime.calibrate import find_scales
+from pyllm.runtime.checks import POOL_SHARE, DecoderSpec, check_draft, check_sizes, check_types, grid_of
 from pyllm.runtime.draft import DraftModel, accepted, by_lookup
 from pyllm.runtime.graph import graph_sizes as default_sizes
 from pyllm.runtime.graph import token_sizes
@@ -20,7 +21,7 @@ from pyllm.runtime.kv import KvPool, free_bytes
 from pyllm.runtime.params import SamplingParams, id_tuple
 from pyllm.runtime.request import Chunk, Request, check_order, new_request
 from pyllm.runtime.runner import Flight, Runner
-from pyllm.runtime.schedule import LOGIT_ROWS, Scheduler
+from pyllm.runtime.schedule import Scheduler
 from pyllm.runtime.windows import Stored, Windows, count_pages
 
 
@@ -32,7 +33,8 @@ class Engine:
     at most `memory_share` of the memory that is free beside `spare_bytes` (activations).
     max_batch: requests in a step. chunk: prompt tokens in a step, beside one token of each generating request.
     max_length: tokens of a request, prompt and output; None: the model's context.
-    kv_dtype: of the cache, default `dtype`; float8_e4m3fn takes `kv_scales` (slot -> (k_scale, v_scale)). eos_ids: the model's end tokens.
+    kv_dtype: of the cache, default `dtype`; float8_e4m3fn and int8 take `kv_scales` (slot -> (k_scale, v_scale)), and int8 finds its own
+    without them. eos_ids: the model's end tokens.
     reserve=False admits more requests than the pool can hold in the end, and computes some anew when it is full. reuse: keep the pages of
     known prefixes; partial: and read a page's beginning where a prompt parts from it. overlap: launch a step before the tokens of the one
     before are read (None: on a GPU); `step` then returns the requests of the step before. graph_sizes: batch sizes of decode steps,
@@ -82,12 +84,12 @@ class Engine:
         kv_dtype = check_types(self.device, dtype, kv_dtype or dtype, weights)
         cuda, most = self.device.type == "cuda", max_batch * (1 + draft_len) + chunk
         module = self._bound(spec, weights, dtype, deterministic)
-        if deterministic:
-            check_deterministic(spec, module, cuda, kv_dtype, page_size=page_size, chunk=chunk, reserve=reserve, draft_len=draft_len)
+        grid = grid_of(spec, module, cuda, kv_dtype, page_size, chunk, reserve, draft_len) if deterministic else 0
         self.dtype, self.max_batch, self.chunk, self.max_length = dtype, max_batch, chunk, max_length or spec.max_positions
         stored = [(spec, kv_dtype)] if draft_model is None else [(spec, kv_dtype), (draft_model[0], dtype)]
         pages = pages or self._pages(max_tokens, memory_share, spare_bytes, page_size, most, stored)
         windows = Windows.of(spec.kv_slots(), page_size, max_batch, most, pages, self.device)
+        kv_scales = kv_scales or find_scales(module, spec, dtype, kv_dtype, page_size, self.device)
         self.kv = KvPool(spec.kv_slots(), pages, page_size, kv_dtype, self.device, kv_scales, windows.each)
         self.pool, self._pools = BlockPool(pages), [self.kv]
         draft = self._draft_model(*draft_model, draft_len) if draft_model else None
@@ -100,7 +102,7 @@ class Engine:
         )  # fmt: skip
         self._scheduler = Scheduler(
             self.pool, self._runner.rows, page_size=page_size, max_batch=max_batch, chunk=chunk, reserve=reserve, reuse=reuse,
-            partial=partial, grid=min(chunk, LOGIT_ROWS) // page_size * page_size if deterministic else 0, windows=windows,
+            partial=partial, grid=grid, windows=windows,
         )  # fmt: skip
         self._runner.capture(progress)
         self._propose = None if not draft_len else self._runner.guess if draft else by_lookup(draft_len, draft_ngram)
@@ -132,6 +134,10 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._scheduler.running or self._scheduler.waiting or self._flights)
+
+    @property
+    def reserves(self) -> bool:
+        return self._scheduler.reserve
 
     @property
     def preemptions(self) -> int:

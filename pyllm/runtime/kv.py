@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from pyllm.runtime.windows import WindowPages
 
 PAGE_SIZES = (16, 32, 64, 128)
-KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+ONE_BYTE = (torch.float8_e4m3fn, torch.int8)
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *ONE_BYTE)
 
 
 class SlotSizes(Protocol):
@@ -36,7 +37,7 @@ class SlotSizes(Protocol):
 class KvPool:
     """`caches[slot]`: a `KvCache` with k, v `[pages, P, K, D]`; of a slot whose window is in `windows`, with as many pages as that has.
 
-    scales: for an FP8 cache, slot -> (k_scale, v_scale), dequantisation scales fp32 `[1]` or `[K]`; slots left out have scale 1.
+    scales: for an FP8 or int8 cache, slot -> (k_scale, v_scale), dequantisation scales fp32 `[1]` or `[K]`; slots left out have scale 1.
     Errors: a size that is not allowed (ValueError), more bytes than the device has free (MemoryError).
     """
 
@@ -74,7 +75,7 @@ class KvPool:
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages (from, to) in all caches, in one launch or two."""
         each = [t for cache in self.caches.values() for t in (cache.k, cache.v)]
-        if self.dtype.itemsize == 1:
+        if self.dtype in ONE_BYTE:
             each = [t.view(torch.uint8) for t in each]
         torch._foreach_copy_([t[to] for t in each for _, to in copies], [t[source] for t in each for source, _ in copies])
 
@@ -87,9 +88,9 @@ class KvPool:
         k, v = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
         small = self._windows.get(slot.window or 0)
         where = None if small is None else small.map
-        if self.dtype != torch.float8_e4m3fn:
+        if self.dtype not in ONE_BYTE:
             if number in scales:
-                raise ValueError(f"KvPool: slot {number} has scales, but the cache is {self.dtype}, not float8_e4m3fn")
+                raise ValueError(f"KvPool: slot {number} has scales, but the cache is {self.dtype}, not float8_e4m3fn or int8")
             return KvCache(k, v, pages=where)
         one = torch.ones(1, dtype=torch.float32, device=self.device)
         k_scale, v_scale = (self._scale(number, slot, s) for s in scales.get(number, (one, one)))

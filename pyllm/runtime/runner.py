@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyllm.ops.attention import INT8_ROWS
 from pyllm.ops.sampling import sample_tokens
 from pyllm.runtime.batch import Batch
 from pyllm.runtime.draft import DraftModel
@@ -65,10 +66,13 @@ class Runner:
         room: dict[str, Any] = {"max_batch": max_batch, "max_pages": max_pages, "page_size": kv.page_size, "device": kv.device}
         self._module, self._kv, self.rows = draft.beside(module) if draft else module, kv, Rows(**room)
         self._draft, self._guess_seconds = draft, 0.0
-        self._buffers = StepBuffers(max_tokens=max_tokens, pages=kv.pages, vocab=vocab, **room)
+        apart = INT8_ROWS if kv.dtype == torch.int8 else None
+        self._buffers = StepBuffers(max_tokens=max_tokens, pages=kv.pages, vocab=vocab, most_rows=apart, **room)
         self._shaper = Shaper(max_batch=max_batch, vocab=vocab, device=kv.device)
         self.decode_sizes = check_sizes("graph_sizes", sorted(decode_sizes), max_batch)
         mixed_sizes = check_sizes("mixed_sizes", mixed_sizes, max_tokens)
+        if apart and mixed_sizes:  # the sequences of a captured step may have any length
+            raise ValueError("Engine: mixed_sizes (capture_num_tokens) with an int8 cache, expected none: such steps run without graphs")
         self.mixed_sizes = sorted({(t, min(t, b, max_batch)) for t in mixed_sizes for b in (FEW, max_batch)})
         kinds: dict[str, Callable[[Any], Tensor]] = {"guess": self._guess}
         kinds |= {"tokens": self._tokens, "logits": self._logits, "move_on": self._move_on, "mixed": self._padded}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyllm.runtime.batch import Batch, KvCache
 from pyllm.runtime.host import StepPacker
-from pyllm.runtime.request import Request
+from pyllm.runtime.request import Chunk, Request
 from pyllm.runtime.rows import Rows
 from pyllm.runtime.schedule import Plan
 
@@ -45,13 +45,25 @@ class PackedStep:
 class StepBuffers:
     """Room for `max_tokens` tokens of `max_batch` sequences with up to `max_pages` pages each.
 
+    most_rows: tokens of a sequence that attention takes in one step; a longer chunk goes as several sequences over the same pages, which
+    comes to the same, as all keys of a step are stored before any is read.
     All index arrays live in one int32 array, the page table last and dense at the step's width, so that a step is one copy of what it uses.
     """
 
     def __init__(
-        self, *, max_tokens: int, max_batch: int, max_pages: int, page_size: int, pages: int, vocab: int, device: torch.device
+        self,
+        *,
+        max_tokens: int,
+        max_batch: int,
+        max_pages: int,
+        page_size: int,
+        pages: int,
+        vocab: int,
+        device: torch.device,
+        most_rows: int | None = None,
     ) -> None:
-        t, b = max_tokens, max_batch
+        self._most_rows = most_rows
+        t, b = max_tokens, max_batch + (max_tokens // most_rows if most_rows else 0)
         sizes = {"ids": t, "positions": t, "slots": t, "q_starts": b + 1, "kv_lens": b, "seq_lens": b, "logit_rows": t}
         sizes |= {"rows": b, "sampled_rows": b, "page_table": b * max_pages}
         self._at, end = {}, 0
@@ -81,20 +93,27 @@ class StepBuffers:
             packer.add(_UNKNOWN, r.next_position, r.pages, 1)
         for c in plan.drafts:
             packer.add(c.request.tokens[c.start : c.start + c.count], c.start, c.request.pages, c.count)
+        pieces = [Chunk(c.request, c.start, c.count) for c in plan.drafts]
         for c in plan.chunks:
             every = c.request.params.prompt_logprobs is not None
             if every and c.start < len(c.request.prompt_token_ids) - 1:
                 prompt_rows.append((c.request, c.start, packer.rows, c.count))
-            packer.add(c.request.tokens[c.start : c.start + c.count], c.start, c.request.pages, c.count if every else int(c.last))
+            wanted = c.count if every else int(c.last)
+            for start in range(c.start, c.start + c.count, self._most_rows or c.count):
+                end = min(c.start + c.count, start + (self._most_rows or c.count))
+                rows = min(max(wanted - (c.start + c.count - end), 0), end - start)
+                packer.add(c.request.tokens[start:end], start, c.request.pages, rows)
+                pieces.append(Chunk(c.request, start, end - start))
             if c.last:
                 requests.append(c.request)
                 sample_at.append(packer.rows - 1)
         b, n, decodes, a = packer.sequences, len(requests), len(plan.decodes), self._arrays
         a["ids"][:decodes] = -1
-        a["seq_lens"][:b] = [*ends[:decodes], *(c.start + c.count for c in plan.drafts), *(c.request.target for c in plan.chunks)]
-        a["rows"][:b] = [*(r.row for r in plan.decodes), *(c.request.row for c in chunks)]
+        known = [p.start + p.count if plan.drafts else p.request.target for p in pieces]
+        a["seq_lens"][:b] = [*ends[:decodes], *known]
+        a["rows"][:b] = [*(r.row for r in plan.decodes), *(p.request.row for p in pieces)]
         a["sampled_rows"][:n] = [r.row for r in requests]
-        max_q = max([2, *(c.count for c in chunks)])  # 1 is a step of rows alone: another attention kernel, whose bits differ
+        max_q = max([2, *(p.count for p in pieces)])  # 1 is a step of rows alone: another attention kernel, whose bits differ
         return PackedStep(packer.tokens, b, width, packer.rows, max_q, requests, sample_at, prompt_rows)
 
     def batch(self, step: PackedStep, rows: Rows, caches: Mapping[int, KvCache]) -> Batch:

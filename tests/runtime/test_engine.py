@@ -292,7 +292,7 @@ def test_what_submit_refuses(prompt, options, text) -> None:
         ({"pages": 1}, "KvPool: pages is 1"),
         ({"max_length": 121}, "Engine: max_length is 121, expected at most the model's context of 120"),
         ({"page_size": 48}, "KvPool: page_size is 48, expected one of 16, 32, 64, 128"),
-        ({"kv_dtype": torch.int8}, "Engine: kv_dtype is torch.int8, expected torch.float32 like dtype"),
+        ({"kv_dtype": torch.int16}, "Engine: kv_dtype is torch.int16, expected torch.float32 like dtype"),
     ],
 )
 def test_what_the_engine_refuses(options, text) -> None:
