@@ -12,6 +12,8 @@ from pyllm.models.cohere import cohere
 from pyllm.models.cohere2 import cohere2
 from pyllm.models.deepseek import deepseek_v2, deepseek_v3
 from pyllm.models.defaults import DEFAULTS
+from pyllm.models.dots1 import dots1
+from pyllm.models.ernie4_5 import ernie4_5
 from pyllm.models.exaone4 import exaone4
 from pyllm.models.falcon import falcon
 from pyllm.models.fields import NAMES
@@ -28,6 +30,7 @@ from pyllm.models.granite import granite
 from pyllm.models.hf import normalize
 from pyllm.models.llama import llama
 from pyllm.models.llama4 import llama4
+from pyllm.models.minimax_m2 import minimax_m2
 from pyllm.models.ministral3 import ministral3
 from pyllm.models.mixtral import mixtral
 from pyllm.models.nemotron import nemotron
@@ -82,6 +85,9 @@ REGISTRY: dict[str, Callable[[SimpleNamespace], Decoder]] = {
     "OlmoeForCausalLM": olmoe,
     "PhiForCausalLM": phi,
     "SeedOssForCausalLM": seed_oss,
+    "Dots1ForCausalLM": dots1,
+    "Ernie4_5ForCausalLM": ernie4_5,
+    "MiniMaxM2ForCausalLM": minimax_m2,
     "SmolLM3ForCausalLM": smollm3,
 }
 
@@ -110,6 +116,8 @@ __all__ = [
     "cohere2",
     "deepseek_v2",
     "deepseek_v3",
+    "dots1",
+    "ernie4_5",
     "exaone4",
     "falcon",
     "gemma",
@@ -124,6 +132,7 @@ __all__ = [
     "granite",
     "llama",
     "llama4",
+    "minimax_m2",
     "ministral3",
     "mixtral",
     "nemotron",

@@ -18,6 +18,15 @@ _GLM: dict[str, Any] = {
 DEFAULTS: dict[str, dict[str, Any]] = MOE_DEFAULTS | {
     "LlamaForCausalLM": {"mlp_bias": False},
     "ArceeForCausalLM": {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "mlp_bias": False},
+    "Ernie4_5ForCausalLM": {
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "use_bias": False,
+    },
     "SeedOssForCausalLM": {
         "num_key_value_heads": 8,
         "head_dim": 128,

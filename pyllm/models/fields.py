@@ -29,7 +29,7 @@ FACTORS = ("logit_scale", "logits_scaling", "embedding_multiplier", "residual_mu
 SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "shared_expert_intermediate_size",
          "no_rope_layer_interval", "intermediate_size_mlp", "interleave_moe_layer_step", "kv_lora_rank", "qk_nope_head_dim",
          "qk_rope_head_dim", "v_head_dim", "moe_layer_freq")  # fmt: skip
-COUNTS = ("q_lora_rank", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group")
+COUNTS = ("rotary_dim", "q_lora_rank", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group")
 CHOICES = {"topk_method": ("greedy", "group_limited_greedy", "noaux_tc"), "scoring_func": ("softmax", "sigmoid")}
 SWITCHES = ("use_bias", "use_qkv_bias", "use_parallel_residual", "scale_attn_weights", "scale_attn_by_inverse_layer_idx",
              "multi_query", "parallel_attn", "new_decoder_architecture", "attn_temperature_tuning", "rope_interleave",
@@ -40,7 +40,7 @@ FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_windo
 OWN = {
     *NUMBERS, *FACTORS, *SWITCHES, *SIZES, *COUNTS, *CHOICES, "sliding_window_pattern", "num_ln_in_parallel_attn", "use_sliding_window",
     "max_window_layers", "norm_topk_prob", "mlp_only_layers", "qkv_bias", "no_rope_layers", "mlp_bias", "sliding_window", "layer_types",
-    "moe_layers", "llama_4_scaling_beta",
+    "moe_layers", "llama_4_scaling_beta", "attn_type_list",
 }  # fmt: skip
 """Read for the architectures that have them in their defaults; for others, as in transformers, they change nothing (and warn)."""
 LIMITS = {"num_hidden_layers": 4096, "num_experts": 4096, "max_position_embeddings": 1 << 24}
@@ -54,7 +54,8 @@ INERT = {
     "router_jitter_noise", "resid_pdrop", "embd_pdrop", "attn_pdrop", "embedding_dropout", "classifier_dropout", "summary_type",
     "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout", "reorder_and_upcast_attn", "n_ctx",
     "task_specific_params", "is_decoder", "_sliding_window_pattern", "qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers", "ep_size",
-    "aux_loss_alpha", "seq_aux", "for_llm_compressor",
+    "aux_loss_alpha", "seq_aux", "for_llm_compressor", "mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "use_mtp",
+    "shared_moe_mode",
 }  # fmt: skip
 REFUSED = {
     "use_bidirectional_attention": "a causal decoder",
@@ -67,7 +68,11 @@ REFUSED = {
     "rope_interleaved": "a checkpoint whose rotary pairs are the halves of a head",
 }
 """Flags that must be off or absent, but for the architectures that have them in their defaults, and what is expected."""
-OFF: dict[str, Any] = {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False}
+OFF: dict[str, Any] = {
+    "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False, "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0, "qk_norm_type": "per_layer", "shared_intermediate_size": 0,
+    "use_routing_bias": True,
+}  # fmt: skip
 """Fields that some files have at the value at which they change nothing; at another one they are said like any that is not read."""
 
 NAMES: dict[str, dict[str, str]] = {
@@ -82,6 +87,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "DeepseekV2ForCausalLM": {"n_routed_experts": "num_experts"},
     "DeepseekV3ForCausalLM": {"n_routed_experts": "num_experts"},
+    "Dots1ForCausalLM": {"n_routed_experts": "num_experts"},
     "Glm4MoeForCausalLM": {"n_routed_experts": "num_experts"},
     "Gemma2ForCausalLM": {"sliding_window_size": "sliding_window"},
     "GPTNeoXForCausalLM": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},

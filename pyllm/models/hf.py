@@ -71,7 +71,8 @@ def normalize(
     vars(c).update(choices(config, read))
     c.num_ln_in_parallel_attn = size(config, "num_ln_in_parallel_attn", 2 if c.new_decoder_architecture else 1)
     c.mlp_only_layers = integers(config, "mlp_only_layers", ())
-    c.no_rope_layers, c.moe_layers = integers(config, "no_rope_layers", None), integers(config, "moe_layers", None)
+    for name in ("no_rope_layers", "moe_layers", "attn_type_list"):
+        setattr(c, name, integers(config, name, None))
     vars(c).update(numbers(config, read))
     c.layer_types = config.get("layer_types")
     if c.layer_types is None and c.sliding_window and "sliding_window_pattern" in read:
@@ -105,7 +106,8 @@ def _check_stored(q: Any) -> None:
     if not q:
         return
     method = q.get("quant_method") if isinstance(q, dict) else None
-    if method == "mxfp4" or (method == "fp8" and q.get("weight_block_size") == [128, 128] and q.get("fmt", "e4m3") == "e4m3"):
+    e4m3 = method == "fp8" and q.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
+    if method == "mxfp4" or (e4m3 and q.get("weight_block_size") == [128, 128]):
         return
     known = "mxfp4, and fp8 with weight_block_size [128, 128]"
     raise ValueError(

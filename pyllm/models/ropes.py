@@ -108,7 +108,7 @@ def rope(config: Mapping[str, Any], c: SimpleNamespace) -> Rope:
     beta = "llama_4_scaling_beta"
     c.llama_4_scaling_beta = maybe(beta) if c.reads_beta else None
     warn_unread((k for k in p if k not in ROPE | ({beta} if c.reads_beta else set())), "config: rope_parameters")
-    dim = int(c.head_dim * number("partial_rotary_factor", 1.0))
+    dim = c.rotary_dim or int(c.head_dim * number("partial_rotary_factor", 1.0))
     if dim % 2 or not 0 < dim <= c.head_dim:
         raise ValueError(f"config: head_dim is {c.head_dim}, of which {dim} are rotated, expected an even number from 2 to head_dim")
     return Rope(dim, number("rope_theta", 1e4), longest, scaling)

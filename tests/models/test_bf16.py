@@ -19,7 +19,7 @@ from tests.models.paged import Paged
 
 BASE: dict[str, Any] = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=104,
                             max_position_embeddings=512)  # fmt: skip
-CASES: dict[str, dict[str, Any]] = {
+KINDS: dict[str, dict[str, Any]] = {
     "Llama": dict(num_key_value_heads=2, head_dim=128),
     "DeepseekV2": dict(num_experts_per_tok=4, n_routed_experts=4, moe_intermediate_size=128, first_k_dense_replace=1, kv_lora_rank=64,
                        q_lora_rank=96),
@@ -36,7 +36,7 @@ LENGTH, CUTS = 90, (0, 40, 41, 42, 89, 90)
 
 
 def made(kind: str) -> tuple[Decoder, dict[str, torch.Tensor]]:
-    spec = spec_from_config(BASE | CASES[kind] | {"architectures": [f"{kind}ForCausalLM"]})
+    spec = spec_from_config(BASE | KINDS[kind] | {"architectures": [f"{kind}ForCausalLM"]})
     state = random_state(spec)
     if kind == "Gemma3":  # stores w - 1; with w near 2 for q and k its scores would be four times as large, and so their errors
         state = {k: t - 1 if "norm" in k else t for k, t in state.items()}
@@ -52,7 +52,7 @@ def logits(spec: Decoder, state: dict[str, torch.Tensor], device: str, dtype: to
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_logits(kind: str, device: str) -> None:
     """A step of the residual rounds about six values in a row to bf16 (norm, product, rotation, attention, activation, sum), 2^-9 of their
     size each; 8 steps and the head make 50 roundings, which add as their root with random signs: 50^0.5 2^-9 = 1.4 % of a logit of

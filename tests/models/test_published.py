@@ -119,6 +119,16 @@ FILES: dict[str, tuple[float, dict[str, Any]]] = {
         "norm_topk_prob": True, "num_experts_per_tok": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.0, "topk_group": 1,
         "use_qk_norm": False}),
+    "MiniMax-M2": (229.0, COMMON | sizes(3072, 1536, 62, 48, 8, 200064, 196608) | {
+        "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax", "attn_type_list": [1] * 62, "auto_map": {}, "head_dim": 128,
+        "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0,
+        "mlp_intermediate_size": 8192, "mtp_transformer_layers": 1, "num_experts_per_tok": 8, "num_local_experts": 256,
+        "num_mtp_modules": 3, "output_router_logits": False, "qk_norm_type": "per_layer", "rms_norm_eps": 1e-6, "rope_theta": 5000000,
+        "quantization_config": {"activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8",
+                                "modules_to_not_convert": ["gate", "lm_head"], "weight_block_size": [128, 128]},
+        "rotary_dim": 64, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "sliding_window": None, "use_mtp": True, "use_qk_norm": True,
+        "use_routing_bias": True}),
     "phi-2": (2.78, TOKENS | sizes(2560, 10240, 32, 32, 32, 51200, 2048) | {
         "architectures": ["PhiForCausalLM"], "model_type": "phi", "attention_dropout": 0.0, "embd_pdrop": 0.0, "hidden_act": "gelu_new",
         "initializer_range": 0.02, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.4, "qk_layernorm": False, "resid_pdrop": 0.1,

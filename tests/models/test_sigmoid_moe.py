@@ -1,4 +1,5 @@
-"""GLM-4.5 (experts chosen with a bias) and OLMoE against transformers, and their config fields."""
+"""Models whose experts are chosen by sigmoid and a bias (GLM-4.5, dots.llm1, MiniMax M2), and OLMoE, against transformers, and their
+config fields."""
 
 from __future__ import annotations
 
@@ -20,6 +21,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4Moe", GLM),
     "glm4-moe-norms": ("Glm4Moe", GLM | dict(use_qk_norm=True, attention_bias=True, tie_word_embeddings=True, first_k_dense_replace=0)),
     "glm4-moe-groups": ("Glm4Moe", GLM | dict(n_group=4, topk_group=2, norm_topk_prob=False, head_dim=24)),
+    "dots1": ("Dots1", GLM | dict(first_k_dense_replace=1, sliding_window=None)),
+    "dots1-window": ("Dots1", GLM | dict(first_k_dense_replace=1, sliding_window=12, max_window_layers=2, attention_bias=True)),
+    "dots1-groups-tied": (
+        "Dots1",
+        GLM
+        | dict(
+            n_group=4,
+            topk_group=2,
+            norm_topk_prob=True,
+            tie_word_embeddings=True,
+            layer_types=["full_attention", "sliding_attention"] * 2,
+            sliding_window=5,
+        ),
+    ),
+    "minimax-m2": ("MiniMaxM2", dict(num_local_experts=6, num_experts_per_tok=2, rotary_dim=8)),
+    "minimax-m2-tied": ("MiniMaxM2", dict(num_local_experts=6, num_experts_per_tok=3, tie_word_embeddings=True, head_dim=24)),
     "olmoe": ("Olmoe", OLMOE),
     "olmoe-tied-mha": ("Olmoe", OLMOE | dict(num_key_value_heads=4, tie_word_embeddings=True, norm_topk_prob=True, attention_bias=True)),
 }
@@ -32,7 +49,10 @@ def make(name: str) -> oracle.Made:
     generator = torch.Generator().manual_seed(11)
     for t in (t for key, t in state.items() if key.endswith("e_score_correction_bias")):
         t.copy_(0.3 * torch.randn(t.shape, generator=generator))
-    return model, config, split_experts(state)
+    if CASES[name][0] != "MiniMaxM2":
+        return model, config, split_experts(state)
+    state = split_experts(state, "block_sparse_moe", ("w1", "w3", "w2"))
+    return model, config, {k.replace("mlp.e_score", "block_sparse_moe.e_score"): t for k, t in state.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -46,7 +66,7 @@ def test_ragged_chunked_prefill_and_decode(name: str) -> None:
     oracle.check_ragged_chunks_and_decode(make(name))
 
 
-@pytest.mark.parametrize("name", ["glm4-moe-norms", "olmoe"])
+@pytest.mark.parametrize("name", ["glm4-moe-norms", "dots1-groups-tied", "minimax-m2", "olmoe"])
 def test_two_ranks_and_separate_ops(name: str) -> None:
     oracle.check_two_ranks_and_separate_ops(make(name))
 
@@ -71,6 +91,10 @@ def test_what_files_leave_out() -> None:
     ("kind", "changes", "message"),
     [("Olmoe", {"clip_qkv": 8.0}, "config: clip_qkv is 8.0, expected None"),
      ("Olmoe", {"num_experts_per_tok": 65}, r"MoE mlp: top_k is 65, expected 1\.\.experts=64"),
+     ("Dots1", {"num_experts_per_tok": 2}, "config: num_experts is None, expected a positive integer"),
+     ("MiniMaxM2", {"attn_type_list": [1, 0, 1]}, r"config: attn_type_list is \(1, 0, 1\), expected None or \(1, 1, 1\)"),
+     ("MiniMaxM2", {"scoring_func": "softmax"}, "config: scoring_func is 'softmax', expected 'sigmoid'"),
+     ("MiniMaxM2", {"rotary_dim": 7}, "config: head_dim is 128, of which 7 are rotated"),
      ("Glm4Moe", {"n_group": 3}, r"MoE mlp: groups is \(3, 1\), expected")],
 )  # fmt: skip
 def test_bad_fields_are_named(kind: str, changes: dict[str, Any], message: str) -> None:
