@@ -38,20 +38,20 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas) decode_attention_kernel
   __shared__ LocateScratch<S::kWarps> scratch;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t ring = shared_address(decode_smem) + warp * (S::kSlots * S::kHalf);
-  const int rank = blockIdx.x & ((1 << p.cluster_shift) - 1), worker = p.workers - 1 - static_cast<int>(blockIdx.x >> p.cluster_shift);
   static_assert(sizeof(MergeShared<S>) == S::kMerge && S::kRing % 16 == 0);
-  Merger<S> merger{*reinterpret_cast<MergeShared<S>*>(decode_smem + S::kRing), worker, rank};
 
   prefetch_indices<S>(p);
   pdl_wait();
   pdl_trigger();
-  const Run run = locate(p, scratch, worker);
+  const Run run = locate(p, scratch);
+  const int worker = run.worker, shift = run.shares.shift, rank = blockIdx.x & ((1 << shift) - 1);
+  Merger<S> merger{*reinterpret_cast<MergeShared<S>*>(decode_smem + S::kRing), worker, rank, shift};
   Cursor at = run.at;
   if (at.left == 0) {
     write_empty_rows(p);
     return;
   }
-  Loader<S> loader{at, rank};
+  Loader<S> loader{at, rank, shift};
   loader.seek(p, warp, lane);
   Rows<S> rows;
   rows.begin(p, at, lane);
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas) decode_attention_kernel
   rows.convert(p);
   write_empty_rows(p);
 
-  merger.begin(p);
+  merger.begin();
   int slot = 0;
   const auto await_slot = [] {
     copy_wait<S::kSlots - 1>();
@@ -78,9 +78,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas) decode_attention_kernel
   int before = run.before;  // numbers ahead of the sequence
 #pragma unroll 1
   while (true) {
-    const int steps = at.end() - at.step, last = at.step + (steps * (rank + 1) >> p.cluster_shift);
+    const int steps = at.end() - at.step, last = at.step + (steps * (rank + 1) >> shift);
 #pragma unroll 1
-    for (int step = at.step + (steps * rank >> p.cluster_shift) + warp; step < last; step += S::kWarps) {
+    for (int step = at.step + (steps * rank >> shift) + warp; step < last; step += S::kWarps) {
       await_slot();
       float s[S::kRowTiles][S::kTiles][4];
       rows.scores(ring + slot * S::kHalf, lane, s);

@@ -11,7 +11,7 @@ void launch_decode(const DecodeAttentionParams& p, cudaStream_t stream) {
   // For two CTAs to an SM, of this call and of the next: the driver would keep shared memory for one.
   check_code(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
              "decode_attention");
-  LaunchShape shape{static_cast<unsigned>(p.workers << p.cluster_shift), S::kThreads, S::kSmem};
+  LaunchShape shape{static_cast<unsigned>(p.clusters << p.cluster_shift), S::kThreads, S::kSmem};
   shape.cluster = 1 << p.cluster_shift;
   launch("decode_attention", shape, stream, kernel, p);
 }
@@ -25,9 +25,8 @@ void launch_decode_dims(const DecodeAttentionParams& p, cudaStream_t stream) {
     } else {
       dispatch<1, 2>("decode_attention: row tiles", p.row_tiles, [&](auto tiles) {
         constexpr int kTiles = decltype(tiles)::value;
-        if constexpr (sizeof(Cache) == 1 && kTiles == 1) {
-          if (p.ctas == 2) return launch_decode<DecodeShape<Cache, kDim, kTiles, 2>>(p, stream);
-        }
+        constexpr int kCtas = decode_ctas(kDim, kTiles);
+        if (kCtas > 1 && p.ctas == kCtas) return launch_decode<DecodeShape<Cache, kDim, kTiles, kCtas>>(p, stream);
         launch_decode<DecodeShape<Cache, kDim, kTiles>>(p, stream);
       });
     }

@@ -13,7 +13,8 @@ struct Loader {
   static constexpr bool kEven = 32 % S::kChunks == 0;
 
   Cursor at;
-  int rank;       // of the CTA in its cluster
+  int rank;       // of the CTA in its worker
+  int shift;      // log2 of the CTAs of one
   int next = 0;   // the warp's next step in this segment,
   int last = 0;   // and the end of its CTA's part; next >= last: nothing is left
   int pages = 0;  // lane i: page of tile i % kTiles of the step `next` + (i / kTiles - turn) kWarps
@@ -25,8 +26,8 @@ struct Loader {
   __device__ __forceinline__ void seek(const DecodeAttentionParams& p, int warp, int lane) {
     while (true) {
       const int steps = at.end() - at.step;
-      next = at.step + (steps * rank >> p.cluster_shift) + warp;
-      last = at.step + (steps * (rank + 1) >> p.cluster_shift);
+      next = at.step + (steps * rank >> shift) + warp;
+      last = at.step + (steps * (rank + 1) >> shift);
       if (next < last) break;
       if (!at.more()) return;
       at.next_segment(p);

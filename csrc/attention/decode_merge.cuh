@@ -29,6 +29,15 @@ __device__ __forceinline__ void send(uint32_t to, float4 x, uint32_t barrier) {
                "r"(__float_as_uint(x.x)), "r"(__float_as_uint(x.y)), "r"(__float_as_uint(x.z)), "r"(__float_as_uint(x.w)), "r"(barrier)
                : "memory");
 }
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// Without release: what was read before is in registers, and a release would be a fence of the whole GPU.
+__device__ __forceinline__ void arrive_remote(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 // Two floats and the stamp that says they are there, written and read as one.
 struct Packet {
   uint64_t floats, stamp;
@@ -95,7 +104,8 @@ struct MergeShared {
   float4 sums[S::kWarps * 4];
   float4 outs[S::kQuads + 4 * kMaxCluster];  // what the CTAs of the cluster sent of this CTA's slice
   float4 totals[kMaxCluster * 4];
-  uint64_t barrier;
+  uint64_t barrier;  // what the others sent is here
+  uint64_t free;     // the others have read what this CTA sent
 };
 
 // In q's dtype.
@@ -108,19 +118,26 @@ __device__ __forceinline__ uint16_t rounded(const DecodeAttentionParams& p, floa
 template <class S>
 struct Merger {
   MergeShared<S>& shared;
-  int worker, rank;
+  int worker, rank;  // and of this CTA in the worker
+  int shift;         // log2 of the worker's CTAs
   int parity = 0;
+  bool first_exchange = true;
 
   // All threads, once.
-  __device__ __forceinline__ void begin(const DecodeAttentionParams& p) {
-    if (p.cluster_shift == 0) return;
+  __device__ __forceinline__ void begin() {
+    if (shift == 0) return;
     if (threadIdx.x == 0) {
       barrier_init(smem_address(&shared.barrier), 1);
+      barrier_init(smem_address(&shared.free), 1 << shift);
       barrier_init_fence();
     }
     __syncthreads();
     cluster_arrive();
   }
+
+  // A place in the shared memory of the worker's CTA `i`.
+  __device__ __forceinline__ uint32_t peer(const void* local, int i) const { return remote(local, cluster_base() + i); }
+  __device__ __forceinline__ int cluster_base() const { return static_cast<int>(cluster_rank()) - rank; }
 
   __device__ __forceinline__ static int slice(int rank, int shift) { return (S::kQuads / 4 * rank >> shift) * 4; }
 
@@ -132,26 +149,26 @@ struct Merger {
     for (int n = 0; n < S::kRowTiles; ++n) {
       leave(rows, n, warp, lane);
       __syncthreads();
-      if (p.cluster_shift == 0) {
+      if (shift == 0) {
 #pragma unroll 1
         for (int g = threadIdx.x; g < S::kQuads; g += S::kThreads) emit(p, space, at, of_warps(g), n, g, 0, pieces);
         __syncthreads();
       } else {
-        exchange_slices(p);
-        const int first = slice(rank, p.cluster_shift), last = slice(rank + 1, p.cluster_shift);
+        exchange_slices();
+        const int first = slice(rank, shift), last = slice(rank + 1, shift);
 #pragma unroll 1
         for (int g = first + threadIdx.x; g < last; g += S::kThreads) {
           Quad quad, part[kMaxCluster];
 #pragma unroll
           for (int i = 0; i < kMaxCluster; ++i) {
-            if (i < 1 << p.cluster_shift) part[i] = {shared.totals[i * 4 + g % 4], shared.outs[i * (last - first) + g - first]};
+            if (i < 1 << shift) part[i] = {shared.totals[i * 4 + g % 4], shared.outs[i * (last - first) + g - first]};
           }
           join(quad, part);
           emit(p, space, at, quad, n, g, first, pieces);
         }
         if (more || n + 1 < S::kRowTiles) {
           __syncthreads();  // all have read the exchange, which a warp without steps in the next segment overwrites at once
-          cluster_arrive();
+          if (threadIdx.x < 1 << shift) arrive_remote(peer(&shared.free, threadIdx.x));
         }
       }
       if (pieces > 0) clear_sums(p, space, n, pieces);
@@ -184,10 +201,9 @@ struct Merger {
   }
 
   // Sends the CTA's outputs to those who have their slices, and waits for what the others send.
-  __device__ __forceinline__ void exchange_slices(const DecodeAttentionParams& p) {
+  __device__ __forceinline__ void exchange_slices() {
     if (threadIdx.x == 0) {
-      barrier_arrive_expect(smem_address(&shared.barrier),
-                            (16 << p.cluster_shift) * (slice(rank + 1, p.cluster_shift) - slice(rank, p.cluster_shift) + 4));
+      barrier_arrive_expect(smem_address(&shared.barrier), (16 << shift) * (slice(rank + 1, shift) - slice(rank, shift) + 4));
     }
     Quad quad[(S::kQuads + S::kThreads - 1) / S::kThreads];
 #pragma unroll
@@ -195,14 +211,19 @@ struct Merger {
       const int g = i * S::kThreads + threadIdx.x;
       if (g < S::kQuads) quad[i] = of_warps(g);
     }
-    cluster_wait();  // the others have read what the last exchange brought them
+    if (first_exchange) {
+      cluster_wait();  // the others' barriers are there,
+    } else {
+      barrier_wait(smem_address(&shared.free), parity ^ 1);  // or they have read what the last exchange brought them
+    }
+    first_exchange = false;
 #pragma unroll
     for (int i = 0; i * S::kThreads < S::kQuads; ++i) {
       const int g = i * S::kThreads + threadIdx.x;
       if (g >= S::kQuads) break;
-      const int to = (((g / 4 + 1) << p.cluster_shift) - 1) / (S::kQuads / 4), first = slice(to, p.cluster_shift);
-      send(remote(&shared.outs[rank * (slice(to + 1, p.cluster_shift) - first) + g - first], to), quad[i].o, remote(&shared.barrier, to));
-      if (g < 4 << p.cluster_shift) send(remote(&shared.totals[rank * 4 + g % 4], g / 4), quad[i].sums, remote(&shared.barrier, g / 4));
+      const int to = (((g / 4 + 1) << shift) - 1) / (S::kQuads / 4), first = slice(to, shift);
+      send(peer(&shared.outs[rank * (slice(to + 1, shift) - first) + g - first], to), quad[i].o, peer(&shared.barrier, to));
+      if (g < 4 << shift) send(peer(&shared.totals[rank * 4 + g % 4], g / 4), quad[i].sums, peer(&shared.barrier, g / 4));
     }
     barrier_wait(smem_address(&shared.barrier), parity);
     parity ^= 1;

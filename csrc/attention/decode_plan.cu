@@ -1,6 +1,7 @@
 // How decode_attention is launched, from its shapes alone: a replayed graph meets other lengths.
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <random>
 
 #include "attention/decode_shape.cuh"
@@ -51,22 +52,46 @@ Gpu find_gpu() {
   return gpu;
 }
 
-// Up to so many numbers a segment, if all SMs had work, segments are not cut between workers. One sequence, 8 KV heads, so 64 of 132 SMs:
-// uncut 11.5 against 13.0 us at 4k keys, 29.0 against 24.2 us at 16k (H200).
-constexpr int kWholeCost = 900;
-
 uint32_t reciprocal(int x) { return x == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + x - 1) / x); }
 
-// The rest of the plan from workers and cluster_shift. units: the segments of sequences of usual_q rows.
-void finish_plan(DecodeAttentionParams& p, const Gpu& gpu, int units) {
+// What follows from workers and clusters.
+void finish_plan(DecodeAttentionParams& p) {
   p.share = reciprocal(p.workers);
-  const bool whole = !p.invariant && p.cluster_shift > 0 && units < p.workers;
-  p.whole_below = whole ? units * (kWholeCost * (units << p.cluster_shift) / gpu.sms) : -1;
-  p.whole_workers = whole ? units : 1;
   p.whole_share = reciprocal(p.whole_workers);
-  p.per_group = reciprocal(p.group);
-  p.workspace_bytes = static_cast<int64_t>(p.workers) * p.row_tiles * (2 * p.dim / 16 * 32 + (attention::kRowTile << p.cluster_shift)) * 16;
+  const int64_t packets = 2 * p.dim / 16 * 32 + (attention::kRowTile << p.cluster_shift);
+  p.workspace_bytes = std::max(p.workers, p.whole_workers) * p.row_tiles * packets * 16;
   p.stamp = next_stamp();
+}
+
+// Where whole segments leave SMs idle: the numbers from which on it is faster to cut them. Measured with 64 of 132 SMs at work (H200, 8 KV
+// heads, one, two and four sequences): bf16 from 8k, 3k, 1.5k keys on, one byte from 7k, 3k, 1k. What a number costs goes with 1 / SMs.
+int whole_numbers(const DecodeAttentionParams& p, const Gpu& gpu, int busy) {
+  const int cost = p.cache == DecodeCache::kLikeQ ? 30 : 13;
+  return static_cast<int>(int64_t{cost} * busy * gpu.sms / (gpu.sms - busy));
+}
+
+// units: segments of sequences of usual_q rows.
+void share_out(DecodeAttentionParams& p, const Gpu& gpu, int units) {
+  // The largest clusters of which there is one for each segment: equal segments are not cut then.
+  while (p.cluster_shift > 0 && gpu.clusters[p.cluster_shift] < units) --p.cluster_shift;
+  p.cut_shift = p.cluster_shift;
+  if (p.cluster_shift == 0) {
+    if (units * 10 > gpu.sms * 18) p.ctas = attention::decode_ctas(p.dim, p.row_tiles);  // fewer segments would all be cut
+    p.clusters = p.workers = gpu.sms * p.ctas;
+    p.even = true;
+    return;
+  }
+  const int busy = units << p.cluster_shift;
+  if (busy * 10 >= gpu.sms * 9) {
+    p.clusters = p.workers = units;
+    return;
+  }
+  p.clusters = gpu.clusters[p.cluster_shift];
+  p.whole_workers = units;
+  p.whole_below = whole_numbers(p, gpu, busy);
+  int slots = p.clusters;
+  if (2 * slots <= 8 * units) --p.cut_shift, slots *= 2;  // smaller workers come closer to the number of SMs, but each is a part to join
+  p.workers = slots / units * units;
 }
 
 }  // namespace
@@ -76,19 +101,20 @@ void plan_decode_attention(DecodeAttentionParams& p) {
   const int rows = p.group * p.usual_q;
   p.row_tiles = rows > attention::kRowTile && p.dim <= attention::kNarrow ? 2 : 1;  // wider outputs of two tiles do not fit the registers
   p.chunk_shift = p.row_tiles == 2 ? 4 : 3;
-  const int units = p.batch * p.kv_heads * (((rows - 1) >> p.chunk_shift) + 1);
-  p.cluster_shift = attention::kMaxClusterShift;
-  if (!p.invariant) {
-    // The largest clusters of which there is one for each segment: equal segments are not cut then.
-    while (p.cluster_shift > 0 && gpu.clusters[p.cluster_shift] < units) --p.cluster_shift;
-  }
-  p.ctas = 1;
-  p.workers = p.cluster_shift > 0 ? std::max(gpu.clusters[p.cluster_shift], 1) : gpu.sms * p.ctas;
-  if (!p.invariant && units <= p.workers && (units << p.cluster_shift) * 10 >= gpu.sms * p.ctas * 9) p.workers = units;
   p.step_shift = p.cache == DecodeCache::kLikeQ ? 4 : 5;
-  const int64_t keys = static_cast<int64_t>(p.width) << p.page_shift, steps = ((keys - 1) >> p.step_shift) + 1;
-  p.workers = static_cast<int>(std::clamp<int64_t>((steps * units + 3) / 4, 1, p.workers));
-  finish_plan(p, gpu, units);
+  p.per_group = reciprocal(p.group);
+  p.whole_below = -1;
+  p.whole_workers = 1;
+  p.even = false;
+  p.ctas = 1;
+  p.cluster_shift = attention::kMaxClusterShift;
+  if (p.invariant) {
+    p.cut_shift = p.cluster_shift;
+    p.clusters = p.workers = std::max(gpu.clusters[p.cluster_shift], 1);
+  } else {
+    share_out(p, gpu, std::max(p.batch, 1) * p.kv_heads * (((rows - 1) >> p.chunk_shift) + 1));
+  }
+  finish_plan(p);
 }
 
 }  // namespace pyllm

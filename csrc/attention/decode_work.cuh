@@ -41,33 +41,57 @@ __device__ __forceinline__ int chunks_of(const DecodeAttentionParams& p, const S
   return (p.group * s.rows + (1 << p.chunk_shift) - 1) >> p.chunk_shift;
 }
 
-// Of all segments of a sequence.
-__device__ __forceinline__ int numbers_of(const DecodeAttentionParams& p, const Sequence& s) {
-  return s.cost() * p.kv_heads * chunks_of(p, s);
+__device__ __forceinline__ int segments_of(const DecodeAttentionParams& p, const Sequence& s) {
+  return s.steps > 0 ? p.kv_heads * chunks_of(p, s) : 0;
 }
 
-// The numbers of each worker, equal to within two. With few to a segment there are as many workers as segments: to join a cut segment would
-// take longer than what more SMs save. With very few the first workers have 4 each. Divisions
-// would cost a kernel this short more than anything else it computes, so the host gives reciprocals.
-struct Shares {
-  int workers, total;
-  uint32_t share;
-  bool few;
-  __device__ __forceinline__ Shares(const DecodeAttentionParams& p, int total) : workers(p.workers), total(total), share(p.share) {
-    if (total <= p.whole_below) workers = p.whole_workers, share = p.whole_share;
-    few = total < 4 * workers;  // else some would have nothing, for which a worker ahead of them would wait
-  }
-  __device__ __forceinline__ int begin(int i) const {
-    if (few) return min(4 * i, total);
-    return i >= workers ? total : static_cast<int>(__umulhi(static_cast<uint32_t>(total), i * share));
-  }
-};
+// Of all segments of a sequence.
+__device__ __forceinline__ int numbers_of(const DecodeAttentionParams& p, const Sequence& s) { return s.cost() * segments_of(p, s); }
 
 // x / d for a quotient below 2^20.
 __device__ __forceinline__ int divide(int x, int d) {
   const int q = static_cast<int>(__fdividef(static_cast<float>(x), static_cast<float>(d))), rest = x - q * d;
   return q + (rest >= d ? 1 : 0) - (rest < 0 ? 1 : 0);
 }
+
+// The numbers of each worker, equal to within two. With few to a segment there are as many workers as segments: to join a cut segment would
+// take longer than what more SMs save. With very few the first workers have 4 each. Divisions would cost a kernel as short as that of a few
+// sequences more than anything else it computes, so the host gives reciprocals.
+struct Shares {
+  int workers, total;
+  int shift;  // log2 of the CTAs of a worker
+  uint32_t share;
+  bool few;
+  __device__ __forceinline__ Shares(const DecodeAttentionParams& p, int total, int segments)
+      : workers(p.workers), total(total), shift(p.cut_shift), share(p.share) {
+    if (total <= p.whole_below) {
+      workers = p.whole_workers, shift = p.cluster_shift, share = p.whole_share;
+    } else if (p.even && segments > 0) {
+      make_even(segments);
+    }
+    few = total < 4 * workers;  // else some would have nothing, for which a worker ahead of them would wait
+  }
+  // As many workers as have equally many of `segments` equal ones, if those are nearly all: then no segment is cut.
+  __device__ __forceinline__ void make_even(int segments) {
+    const int each = segments > workers ? divide(segments + workers - 1, workers) : 1, most = divide(segments + each - 1, each);
+    if (most * 10 < workers * 9) return;
+    workers = most;
+    share = 0xffffffffu / static_cast<uint32_t>(most) + 1;
+  }
+  // The worker of this CTA; beyond 0 ... workers - 1: of none. The last comes first, since workers wait for larger numbers. Whole segments
+  // go to every second cluster before they go to the others: neighbours share a GPC, which cannot pass on what all of its SMs ask for (one
+  // sequence of 16k keys: 29.5 us with neighbours, 23.1 us).
+  __device__ __forceinline__ int number(const DecodeAttentionParams& p) const {
+    const int cluster = static_cast<int>(blockIdx.x >> shift);
+    if (total > p.whole_below) return workers - 1 - cluster;
+    return workers - 1 - ((cluster >> 1) + ((cluster & 1) == 0 ? 0 : (p.clusters + 1) >> 1));
+  }
+  __device__ __forceinline__ int begin(int i) const {
+    if (i < 0) return total;
+    if (few) return min(4 * i, total);
+    return i >= workers ? total : static_cast<int>(__umulhi(static_cast<uint32_t>(total), i * share));
+  }
+};
 
 // Walks over the segments of a worker's run.
 struct Cursor {
@@ -96,21 +120,22 @@ struct Cursor {
 
 template <int Warps>
 struct LocateScratch {
-  int sums[Warps];
+  int sums[Warps], segments[Warps];
   int b[2], before[2];
 };
 
 struct Run {
   Cursor at;
   Shares shares;
+  int worker;  // its number
   int before;  // numbers ahead of sequence at.b
 };
 
 // The run of a worker from the numbers of its borders. b, before: the sequences of the borders and the numbers ahead of them, without a
 // meaning for a border at `total`; first: the first of these sequences.
-__device__ __forceinline__ Run run_of(const DecodeAttentionParams& p, const Shares& shares, int total, int (&border)[2], const int (&b)[2],
-                                      const int (&before)[2], const Sequence& first) {
-  Run run{{{}, 0, 0, 0, 0, 0}, shares, 0};
+__device__ __forceinline__ Run run_of(const DecodeAttentionParams& p, const Shares& shares, int worker, int total, int (&border)[2],
+                                      const int (&b)[2], const int (&before)[2], const Sequence& first) {
+  Run run{{{}, 0, 0, 0, 0, 0}, shares, worker, 0};
   if (border[0] >= total) return run;
   run.at.b = b[0];
   run.at.s = first;
@@ -144,19 +169,20 @@ __device__ __forceinline__ int sum_upto(int x, int lane) {
   return x;
 }
 
-// By all threads of the CTA: the run of worker i; left = 0 without one. Up to 32 sequences each warp finds it alone.
+// By all threads of the CTA: the run of its worker; left = 0 without one. Up to 32 sequences each warp finds it alone.
 template <int Warps>
-__device__ __forceinline__ Run locate(const DecodeAttentionParams& p, LocateScratch<Warps>& shared, int i) {
+__device__ __forceinline__ Run locate(const DecodeAttentionParams& p, LocateScratch<Warps>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int border[2], at[2], ahead[2];
   if (p.batch <= 32) {
     Sequence s{};
     if (lane < p.batch) s = sequence_at(p, lane);
     const int upto = sum_upto(numbers_of(p, s), lane), total = __shfl_sync(kAllLanes, upto, 31);
-    const Shares shares(p, total);
+    const Shares shares(p, total, p.even ? __reduce_add_sync(kAllLanes, segments_of(p, s)) : 0);
+    const int worker = shares.number(p);
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
-      border[side] = shares.begin(i + side);
+      border[side] = shares.begin(worker + side);
       at[side] = max(__ffs(static_cast<int>(__ballot_sync(kAllLanes, border[side] < upto))) - 1, 0);
       ahead[side] = __shfl_sync(kAllLanes, upto - numbers_of(p, s), at[side]);
     }
@@ -167,25 +193,33 @@ __device__ __forceinline__ Run locate(const DecodeAttentionParams& p, LocateScra
     first.low = __shfl_sync(kAllLanes, s.low, at[0]);
     first.steps = __shfl_sync(kAllLanes, s.steps, at[0]);
     first.first = first.low >> p.step_shift;
-    return run_of(p, shares, total, border, at, ahead, first);
+    return run_of(p, shares, worker, total, border, at, ahead, first);
   }
   const int each = (p.batch + Warps * 32 - 1) / (Warps * 32);
   const int first = min(static_cast<int>(threadIdx.x) * each, p.batch), last = min(first + each, p.batch);
-  int own = 0;
-  for (int b = first; b < last; ++b) own += numbers_of(p, sequence_at(p, b));
+  int own = 0, segments = 0;
+  for (int b = first; b < last; ++b) {
+    const Sequence s = sequence_at(p, b);
+    own += numbers_of(p, s);
+    segments += segments_of(p, s);
+  }
+  segments = __reduce_add_sync(kAllLanes, segments);
   int upto = sum_upto(own, lane);
-  if (lane == 31) shared.sums[warp] = upto;
+  if (lane == 31) shared.sums[warp] = upto, shared.segments[warp] = segments;
   __syncthreads();
   int total = 0;
+  segments = 0;
 #pragma unroll
   for (int w = 0; w < Warps; ++w) {
     if (w == warp) upto += total;
     total += shared.sums[w];
+    segments += shared.segments[w];
   }
-  const Shares shares(p, total);
+  const Shares shares(p, total, segments);
+  const int worker = shares.number(p);
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
-    border[side] = shares.begin(i + side);
+    border[side] = shares.begin(worker + side);
     int before = upto - own;
     if (border[side] >= before && border[side] < upto) {
       int b = first;
@@ -197,7 +231,7 @@ __device__ __forceinline__ Run locate(const DecodeAttentionParams& p, LocateScra
   __syncthreads();
 #pragma unroll
   for (int side = 0; side < 2; ++side) at[side] = border[side] < total ? shared.b[side] : 0, ahead[side] = shared.before[side];
-  return run_of(p, shares, total, border, at, ahead, sequence_at(p, at[0]));
+  return run_of(p, shares, worker, total, border, at, ahead, sequence_at(p, at[0]));
 }
 
 // The query row `row` (0 .. 2^chunk_shift - 1) of a chunk: row j of the sequence and head.
