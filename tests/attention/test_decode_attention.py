@@ -138,6 +138,32 @@ def test_batches_and_long_sequences(lengths: list[int], cache: torch.dtype) -> N
         assert_same(one, two, "two runs")
 
 
+SHARES = {  # 4 KV heads: how segments are shared out
+    "a cluster each": [700, 3],
+    "cut, smaller workers": [20000],
+    "cut, unequal": [9000, 1, 0, 4000],
+    "a pair of CTAs each": [2000] * 12,
+    "one CTA each, cut": [500] * 20,
+    "two CTAs to an SM, uncut": [300] * 65,
+    "two CTAs to an SM, some empty": [0 if i % 5 == 0 else 300 for i in range(80)],
+    "two CTAs to an SM, several each": [130] * 260,
+    "two CTAs to an SM, cut": [1 + 61 * i % 1500 for i in range(100)],
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("cache", "D"), [(BF16, 64), (BF16, 128), (FP8, 64), (FP8, 128), (S8, 128), (FP8, 96), (BF16, 256)])
+@pytest.mark.parametrize("case", SHARES)
+def test_shares(case: str, cache: torch.dtype, D: int) -> None:
+    lengths = SHARES[case]
+    batch, q, k, v = make([1] * len(lengths), lengths, 8, 4, D, 64, BF16, cache)
+    scales = scales_of(cache, 4)
+    got = call(batch, q, k, v, **scales)
+    compare(got, batch, q, k, v, **scales)
+    for one, two in zip(got, call(batch, q, k, v, **scales), strict=True):
+        assert_same(one, two, "two runs")
+
+
 @pytest.mark.gpu
 def test_strided_rows_and_pages() -> None:
     """q as a slice of qkv, K and V interleaved page by page."""
