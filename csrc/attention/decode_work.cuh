@@ -1,6 +1,6 @@
 // How decode shares out its keys. The keys of a sequence are cut into steps of 16 or 32; the steps of one (sequence, KV head, chunk of
 // query rows) are a segment, and begin with kSegmentCost empty ones: what the end of a segment costs besides. All steps of a call, in this
-// order, are numbered, and each worker, a cluster of CTAs, takes a run of them, all of one length to within two: equal work for any
+// order, are numbered, and each worker, CTAs of one cluster, takes a run of them, all of one length to within two: equal work for any
 // lengths, known to each CTA from kv_lens and q_starts alone, without a plan that a replayed graph could find stale. Workers own whole
 // segments, or parts of them: at most one whose beginning they lack, and one whose end they lack. The CTAs of a worker take equal parts of
 // each of its segments. Invariant: a worker has the segments that begin in its run, whole; the parts of the CTAs then follow from the
