@@ -60,16 +60,26 @@ void launch_tile(const DenseParams& p, cudaStream_t stream) {
   launch("dense GEMM", shape, stream, gemm_kernel<C>, make_maps<C>(p), sizes, p.epilogue, blocks);
 }
 
-// A list of tile shapes; `run` takes the one chosen for p.
-template <class... C>
-struct Tiles {
+// A list of tile shapes; `run` takes the one chosen for p. Few: all of 64 rows, for up to 64 rows of x.
+template <bool Few, class... C>
+struct TileList {
   static constexpr TileInfo kInfo[] = {tile_info<C>()...};
   static void run(const DenseParams& p, int bytes, cudaStream_t stream) {
-    const int chosen = choose_tile(kInfo, sizeof...(C), {p.m, p.n, p.k, bytes, sm_count()});
+    const Problem problem{p.m, p.n, p.k, bytes, sm_count()};
+    const int chosen = Few ? choose_few(kInfo, sizeof...(C), problem) : choose_tile(kInfo, sizeof...(C), problem);
     int i = 0;
     ((chosen == i++ ? launch_tile<C>(p, stream) : void()), ...);
   }
 };
+
+template <class... C>
+using Tiles = TileList<false, C...>;
+
+template <class T, class Out, int BN, int Split>
+using FewRows = Tile<T, Out, Way::kTogether, 64, BN, Split>;
+template <class T, class Out>
+using FewRowsTiles = TileList<true, FewRows<T, Out, 32, 1>, FewRows<T, Out, 32, 2>, FewRows<T, Out, 64, 1>, FewRows<T, Out, 64, 2>,
+                              FewRows<T, Out, 64, 4>, FewRows<T, Out, 192, 2>, FewRows<T, Out, 192, 4>, FewRows<T, Out, 224, 1>>;
 
 // Tiles of operands T and results Out without an activation, gate, soft cap or residual.
 template <class T, class Out>
