@@ -30,7 +30,12 @@ SANDWICH = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-EXPERTS = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "")  # see gguf_tensors.py for where they go
+STACKS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+QWEN_EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {s: f"mlp.experts.{{}}.{s[4:-5]}_proj" for s in STACKS}
+MIXTRAL_EXPERTS = {"ffn_gate_inp": "block_sparse_moe.gate"}
+MIXTRAL_EXPERTS |= {s: f"block_sparse_moe.experts.{{}}.{w}" for s, w in zip(STACKS, ("w1", "w3", "w2"), strict=True)}
+GPT_OSS_EXPERTS = {"ffn_gate_inp": "mlp.router", STACKS[0]: "mlp.experts.gate_up_proj", STACKS[1]: "mlp.experts.gate_up_proj"}
+GPT_OSS_EXPERTS |= {STACKS[2]: "mlp.experts.down_proj"}
 PHI3_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_qkv": "self_attn.qkv_proj",
@@ -66,7 +71,7 @@ class Arch:
     q_rows: tuple[str, ...] = ()
     k_rows: tuple[str, ...] = ()
     norms_plus_one: bool = False  # the file has w + 1 where Hugging Face has w
-    experts: str = ""  # "each": a tensor of its own for every expert; "stacked": gpt-oss's three-dimensional ones
+    experts: str = ""  # "each": a tensor of its own for every expert ({} in its name); "stacked": gpt-oss's three-dimensional ones
     partial_rotary: bool = False
     act: str = "silu"
     scaling: tuple[str, ...] = ("linear", "yarn")
@@ -88,6 +93,10 @@ def _qwen3_moe(keys: Keys, base: Mapping[str, Any]) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
+
+
+def _mixtral(keys: Keys, base: Mapping[str, Any]) -> dict[str, Any]:
+    return _experts(keys)
 
 
 def _score_scale(base: Mapping[str, Any], odd_size: int) -> int:
@@ -145,7 +154,7 @@ ARCHS: dict[str, Arch] = {
     "qwen3moe": Arch(
         "Qwen3MoeForCausalLM",
         "qwen3_moe",
-        ATTENTION | QK_NORM | {"ffn_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate"} | EXPERTS,
+        ATTENTION | QK_NORM | {"ffn_norm": "post_attention_layernorm"} | QWEN_EXPERTS,
         _qwen3_moe,
         experts="each",
     ),
@@ -157,11 +166,23 @@ ARCHS: dict[str, Arch] = {
     "gpt-oss": Arch(
         "GptOssForCausalLM",
         "gpt_oss",
-        ATTENTION
-        | {"attn_sinks": "self_attn.sinks", "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
-        | EXPERTS,
+        ATTENTION | {"attn_sinks": "self_attn.sinks", "post_attention_norm": "post_attention_layernorm"} | GPT_OSS_EXPERTS,
         _gpt_oss,
         experts="stacked",
         scaling=("yarn",),
     ),
+}
+
+# Llama with experts is Mixtral.
+WITH_EXPERTS: dict[str, Arch] = {
+    "llama": Arch(
+        "MixtralForCausalLM",
+        "mixtral",
+        ATTENTION | {"ffn_norm": "post_attention_layernorm"} | MIXTRAL_EXPERTS,
+        _mixtral,
+        q_rows=("attn_q",),
+        k_rows=("attn_k",),
+        experts="each",
+        scaling=("linear", "yarn", "llama3"),
+    )
 }

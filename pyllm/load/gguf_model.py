@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .errors import CheckpointError, show
-from .gguf_arch import ARCHS, Arch, has_bias
+from .gguf_arch import ARCHS, WITH_EXPERTS, Arch, has_bias
 from .gguf_file import GgufFile
 from .gguf_keys import MAX_CONTEXT, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Keys, shortest
 
@@ -95,7 +95,8 @@ def gguf_arch(file: GgufFile) -> tuple[str, Arch]:
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHS:
         raise CheckpointError(f"{file.path}: key 'general.architecture' is {show(name)}, supported: {' '.join(ARCHS)}")
-    return name, ARCHS[name]
+    experts = file.metadata.get(f"{name}.expert_count")
+    return name, WITH_EXPERTS[name] if type(experts) is int and experts > 0 and name in WITH_EXPERTS else ARCHS[name]
 
 
 def _sizes(keys: Keys, arch: Arch, rows: int) -> dict[str, Any]:

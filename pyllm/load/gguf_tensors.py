@@ -17,13 +17,11 @@ from typing import Any
 import torch
 
 from .errors import CheckpointError, show
-from .gguf_arch import TOP, Arch
+from .gguf_arch import STACKS, TOP, Arch
 from .gguf_file import GgufFile
 from .gguf_model import ROPE_TENSORS, gguf_arch
 from .staging import Stager
 from .tensors import TensorMap
-
-STACKS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 
 
 class How(Enum):
@@ -75,7 +73,7 @@ class GgufTensors(TensorMap):
             raise CheckpointError(f"{self.file.path}: tensor {show(tensor)} has no place in a '{self._name}' model of {layers} layers")
         at = "" if layer is None else f"model.layers.{layer}."
         if stem in STACKS:
-            yield from self._experts(tensor, at, stem, suffix)
+            yield from self._experts(tensor, at + target, stem, suffix)
         elif stem == "attn_sinks":
             yield at + target, Recipe(How.AS_IT_IS, (tensor,))
         elif arch.norms_plus_one and stem.endswith("norm"):
@@ -92,23 +90,23 @@ class GgufTensors(TensorMap):
             raise CheckpointError(f"{self.file.path}: tensor {show(tensor)}: shape {shape}, expected {expected}")
         return heads
 
-    def _experts(self, tensor: str, at: str, stem: str, suffix: str) -> Iterator[tuple[str, Recipe]]:
-        count, shape, proj = self._config["num_experts"], self.file.shape(tensor), STACKS[stem]
+    def _experts(self, tensor: str, target: str, stem: str, suffix: str) -> Iterator[tuple[str, Recipe]]:
+        count, shape = self._config["num_experts"], self.file.shape(tensor)
         rank = 3 if suffix == "weight" else 2
         if len(shape) != rank or shape[0] != count:
             raise CheckpointError(f"{self.file.path}: tensor {show(tensor)}: shape {shape}, expected {rank} sizes, {count} experts first")
         if self._arch.experts == "each":
             for i in range(count):
-                yield f"{at}mlp.experts.{i}.{proj}.{suffix}", Recipe(How.PART, (tensor,), i)
+                yield f"{target.format(i)}.{suffix}", Recipe(How.PART, (tensor,), i)
         elif stem == "ffn_down_exps":
             ending, how = ("", How.SWAP) if suffix == "weight" else ("_bias", How.AS_IT_IS)
-            yield f"{at}mlp.experts.down_proj{ending}", Recipe(how, (tensor,))
+            yield f"{target}{ending}", Recipe(how, (tensor,))
         else:
             pair = tuple(re.sub(r"ffn_\w+_exps", f"ffn_{name}_exps", tensor) for name in ("gate", "up"))
             if not all(name in self.file and self.file.shape(name) == shape for name in pair):
                 raise CheckpointError(f"{self.file.path}: tensor {show(tensor)}: there is no {pair[stem == 'ffn_gate_exps']} of its shape")
             ending, how = ("", How.MIX) if suffix == "weight" else ("_bias", How.MIX_BIAS)
-            yield f"{at}mlp.experts.gate_up_proj{ending}", Recipe(how, pair)
+            yield f"{target}{ending}", Recipe(how, pair)
 
     def names(self) -> Mapping[str, Recipe]:
         return self._recipes

@@ -78,9 +78,10 @@ def _keys(writer: Any, arch: str, c: Mapping[str, Any]) -> None:
         writer.add_attn_logit_softcapping(c["attn_logit_softcapping"])
     if c.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(c["final_logit_softcapping"])
-    if arch in ("qwen3moe", "gpt-oss"):
+    if "num_experts_per_tok" in c:
         writer.add_expert_count(c.get("num_experts") or c["num_local_experts"])
         writer.add_expert_used_count(c["num_experts_per_tok"])
+    if arch in ("qwen3moe", "gpt-oss"):
         writer.add_expert_feed_forward_length(c["intermediate_size"] if arch == "gpt-oss" else c["moe_intermediate_size"])
 
 

@@ -35,6 +35,7 @@ GEMMA = dict(sliding_window=12, query_pre_attn_scalar=16, hidden_activation="gel
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "Llama", dict(tie_word_embeddings=True)),
     "llama-untied-yarn": ("llama", "Llama", dict(rope_parameters=YARN, num_key_value_heads=4)),
+    "mixtral": ("llama", "Mixtral", dict(num_local_experts=6, num_experts_per_tok=2)),
     "qwen2": ("qwen2", "Qwen2", {}),
     "qwen3": ("qwen3", "Qwen3", dict(tie_word_embeddings=True, num_key_value_heads=1)),
     "qwen3moe": ("qwen3moe", "Qwen3Moe", MOE),

@@ -171,7 +171,8 @@ BAD_KEYS: dict[str, tuple[dict[str, bytes | None], str]] = {
         "'llama.rope.scaling.type' is 'su', expected none or linear or yarn",
     ),
     "scaling factor": ({"llama.rope.scaling.type": value(STRING, "linear")}, "'llama.rope.scaling.factor' is missing"),
-    "experts": ({"llama.expert_count": value(U32, 8)}, "'llama.expert_count' is 8, which is not supported"),
+    "experts": ({"llama.expert_count": value(U32, 8)}, "'llama.expert_used_count' is missing"),
+    "experts per layer": ({"llama.expert_count": array(U32, [8, 8])}, "'llama.expert_count' is array.*, which is not supported"),
     "eos": ({"tokenizer.ggml.eos_token_id": value(U32, 10)}, "'tokenizer.ggml.eos_token_id' is 10, expected an id below 10"),
     "template": ({"tokenizer.chat_template": value(U32, 1)}, "key 'tokenizer.chat_template' is not a string"),
 }
