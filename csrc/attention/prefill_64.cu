@@ -1,4 +1,4 @@
-// D = Dv = 64. Plain masks: three warpgroups, 192 rows (504 TFLOP/s full at 8k, against 440 of the general form).
+// D = Dv = 64. Plain masks: three warpgroups, 192 rows, each in order. 572 TFLOP/s full at 16k tokens; 548 with blocks of 160 or 176 keys.
 #include "attention/prefill_attention.cuh"
 #include "attention/prefill_shapes.h"
 #include "common/dispatch.h"
@@ -9,7 +9,7 @@ void prefill_64(const PrefillAttentionParams& p, cudaStream_t stream) {
   dispatch_dtype<DType::kBF16, DType::kFP16>("prefill_attention: q", p.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     if (is_plain(p)) {
-      launch_prefill<PrefillShape<T, 64, 64, 128, 3, 2, 2, true, false, true>>(p, stream);
+      launch_prefill<PrefillShape<T, 64, 64, 192, 3, 2, 2, false, true, true>>(p, stream);
     } else {
       launch_prefill<PrefillShape<T, 64, 64, 128, 2, 2, 2, true, false, false>>(p, stream);
     }

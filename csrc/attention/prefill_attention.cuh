@@ -1,175 +1,35 @@
 // Prefill attention on sm_90a: o = softmax(scale q k^T) v over tiles of 64 query rows per warpgroup and blocks of N keys.
 //
-// One producer warp walks over the tiles (prefill_work.cuh), another brings q, k, v to shared memory by TMA; each consumer warpgroup owns
-// 64 rows: S = Q K^T from shared memory, softmax in registers, O += P V with P in registers. Two forms:
-// * three warpgroups, each block in order: S, softmax, P V; two warpgroups fill the tensor cores while the third is in its softmax;
+// One producer warp walks over the tiles (prefill_work.cuh), another brings q, k, v to shared memory by TMA (prefill_load.cuh); each
+// consumer warpgroup owns 64 rows: S = Q K^T from shared memory, softmax in registers, O += P V with P in registers. Two forms:
+// * three warpgroups, each block in order: S, softmax, P V; two warpgroups fill the tensor cores while the third is in its softmax. Once
+//   all rows have a reference exponent, blocks are not searched for a maximum: the sums of their weights tell whether one outgrew it;
 // * two warpgroups that issue the next block's S ahead of this block's P V, and take turns at issuing.
 // Blocks go from the last key to the first: only the first few need the causal mask.
 // Rows of v past a sequence's end are zeroed in shared memory before use: their weights are 0, but 0 * NaN is not.
 // Keys come contiguous or by pages through the same boxes of at most min(P, N) rows, so the consumers know no difference.
 //
-// Shared memory: k and v [Stages][D / Chunk][N][Chunk], q [Slots][Groups][D / Chunk][64][Chunk], all swizzled; the output leaves through
-// the q slot of its tile. Floor: the tensor cores. Best measured on an H200, bf16, D = 128, 16k tokens: 647 TFLOP/s full, 658 causal.
-// The chain of one warpgroup binds, not the products: beside another warpgroup's products its softmax takes 1,800 cycles, not 1,200.
+// Shared memory: k and v [Stages][D / Chunk][N][Chunk], q [Slots][Groups][D / Chunk][64][Chunk], all swizzled. The output leaves from
+// registers, so that a q slot is free, and the next tile's rows on their way, as soon as the last scores are there.
+// Floor: the tensor cores. Best measured on an H200, bf16, D = 128, 16k tokens: 741 TFLOP/s full, 778 causal (sequences of 8k).
 #pragma once
 #include <algorithm>
 
+#include "attention/prefill_load.cuh"
 #include "attention/prefill_softmax.cuh"
-#include "attention/prefill_work.cuh"
 #include "common/launch.h"
-#include "common/ptx_sm90.cuh"
-#include "common/tensor_map.h"
-#include "common/wgmma.cuh"
 
 namespace pyllm::attention {
 
-// Groups: consumer warpgroups. Stages: of k and of v. Slots: of q. TakeTurns: warpgroups issue their products in turn. Plain: no window,
-// softcap or mask of bits.
-template <class T_, int D_, int Dv_, int N_, int Groups_, int Stages_, int Slots_, bool TakeTurns_, bool InOrder_, bool Plain_>
-struct PrefillShape {
-  using T = T_;
-  static constexpr int D = D_, Dv = Dv_, N = N_, Groups = Groups_, Stages = Stages_, Slots = Slots_, M = 64 * Groups;
-  static constexpr bool TakeTurns = TakeTurns_ && Groups > 1, InOrder = InOrder_, Plain = Plain_;
-  static constexpr int Chunk = D % 64 == 0 && Dv % 64 == 0 ? 64 : 32;  // columns of a box: what the swizzle spans
-  static constexpr int Row = 2 * Chunk;
-  static constexpr int KChunks = D / Chunk, VChunks = Dv / Chunk;
-  static constexpr int QBytes = 64 * D * 2, KBytes = N * D * 2, VBytes = N * Dv * 2;
-  static constexpr int Threads = 128 * (Groups + 1);
-  static constexpr int ProducerRegisters = Groups == 3 ? 32 : Groups == 2 ? 40 : 56;
-  static constexpr int ConsumerRegisters = Groups == 3 ? 160 : Groups == 2 ? 232 : 256 - 8;
-  static constexpr SmemLayout Layout = Chunk == 64 ? SmemLayout::kSwizzle128 : SmemLayout::kSwizzle64;
-  static constexpr Swizzle MapSwizzle = Chunk == 64 ? Swizzle::k128 : Swizzle::k64;
-  static_assert(D % Chunk == 0 && Dv % Chunk == 0 && N % 16 == 0 && Dv <= D && N / 16 * KChunks <= 32);
-
-  // Offsets in shared memory, from a multiple of 1024.
-  static constexpr int V = Stages * KBytes, Q = V + Stages * VBytes, Barriers = Q + Slots * Groups * QBytes;
-  static constexpr int KFull = Barriers, KEmpty = KFull + 8 * Stages, VFull = KEmpty + 8 * Stages, VEmpty = VFull + 8 * Stages,
-                       QFull = VEmpty + 8 * Stages, QEmpty = QFull + 8 * Slots, TileFull = QEmpty + 8 * Slots,
-                       Bytes = TileFull + 8 * Slots + 1024;
-};
-
-// Where a ring of slots stands after `use` uses.
-template <int Size>
-__device__ __forceinline__ int slot_of(int use) {
-  return Size == 1 ? 0 : use % Size;
+// Whether `x` holds in any of the 128 threads of a named barrier.
+__device__ __forceinline__ bool named_any(int id, bool x) {
+  int any;
+  asm volatile("{\n.reg .pred one, all;\nsetp.ne.b32 one, %1, 0;\nbar.red.or.pred all, %2, 128, one;\nselp.b32 %0, 1, 0, all;\n}"
+               : "=r"(any)
+               : "r"(static_cast<int>(x)), "r"(id)
+               : "memory");
+  return any != 0;
 }
-template <int Size>
-__device__ __forceinline__ uint32_t parity_of(int use) {
-  return use / Size & 1;
-}
-
-// The same value in all lanes, said so that the compiler knows it: products must not stand on paths that it thinks divergent.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
-
-// ---------------------------------------------------------------- producer
-
-// One warp walks over the tiles and posts them, as far ahead as there are q slots.
-template <class Shape>
-__device__ __forceinline__ void walk_tiles(const PrefillAttentionParams& p, uint32_t smem, PrefillTile* tiles, PrefillWalkState* state) {
-  PrefillWalk<Shape::M, Shape::N> walk(p, 2, state);
-  const bool chosen = threadIdx.x % 32 == 0;
-  PrefillCounter counter(p, chosen);
-  for (int round = 0, number = blockIdx.x;; ++round) {
-    const int slot = slot_of<Shape::Slots>(round);
-    const uint32_t empty = smem + Shape::QEmpty + 8 * slot, parity = parity_of<Shape::Slots>(round) ^ 1;
-    // A number is taken late, so that nobody holds a tile that an idle CTA could start; with one slot there is no time for that.
-    if (Shape::Slots > 1) barrier_wait(empty, parity);
-    if (round > 0) number = uniform(chosen ? counter.next() : 0);
-    if (Shape::Slots == 1) barrier_wait(empty, parity);
-    const auto post = [&](const PrefillTile& tile) {
-      tiles[slot] = tile;
-      barrier_arrive(smem + Shape::TileFull + 8 * slot);
-    };
-    const bool more = walk.find(number, post);
-    if (!more && chosen) post(PrefillTile{.first = -1});
-    if (more) continue;
-    if (chosen) {
-      if (round == 0) number = counter.next();
-      counter.finish(number, walk.total());
-    }
-    return;
-  }
-}
-
-// Another warp brings what they need.
-template <class Shape>
-class PrefillLoader {
- public:
-  __device__ __forceinline__ PrefillLoader(const PrefillAttentionParams& p, const CUtensorMap* q, const CUtensorMap* k,
-                                           const CUtensorMap* v, int box, uint32_t smem, const PrefillTile* tiles)
-      : p_(p), q_(q), k_(k), v_(v), box_(box), smem_(smem), tiles_(tiles), lane_(threadIdx.x % 32) {}
-
-  __device__ __forceinline__ void run() {
-    for (int round = 0;; ++round) {
-      const int slot = slot_of<Shape::Slots>(round);
-      barrier_wait(smem_ + Shape::TileFull + 8 * slot, parity_of<Shape::Slots>(round));
-      const PrefillTile& tile = tiles_[slot];
-      load_rows(tile, slot);
-      if (tile.first < 0) return;
-      load_blocks(tile);
-    }
-  }
-
- private:
-  // Without more tiles the barrier only wakes the consumers.
-  __device__ __forceinline__ void load_rows(const PrefillTile& tile, int slot) {
-    const int groups = tile.first < 0 ? 0 : min(Shape::Groups, (tile.rows - tile.first + 63) / 64);
-    const uint32_t full = smem_ + Shape::QFull + 8 * slot;
-    if (lane_ == 0) barrier_arrive_expect(full, groups * Shape::QBytes);
-    __syncwarp();
-    if (lane_ < groups * Shape::KChunks) {
-      const int group = lane_ / Shape::KChunks, chunk = lane_ % Shape::KChunks;
-      const uint32_t to = smem_ + Shape::Q + (slot * Shape::Groups + group) * Shape::QBytes + chunk * 64 * Shape::Row;
-      tma_load(to, q_, full, 0, tile.q_start + tile.first + 64 * group, tile.head, chunk);
-    }
-  }
-
-  // k runs one block ahead of v, as the consumers need them.
-  __device__ __forceinline__ void load_blocks(const PrefillTile& tile) {
-    const int kv_head = tile.head / p_.group;
-    for (int block = tile.end - 1; block >= tile.low; --block) {
-      load<Shape::KBytes, Shape::KChunks>(k_, Shape::KFull, Shape::KEmpty, 0, tile, kv_head, block, use_);
-      if (block + 1 < tile.end) {
-        load<Shape::VBytes, Shape::VChunks>(v_, Shape::VFull, Shape::VEmpty, Shape::V, tile, kv_head, block + 1, use_ - 1);
-      }
-      ++use_;
-    }
-    if (tile.low < tile.end) {
-      load<Shape::VBytes, Shape::VChunks>(v_, Shape::VFull, Shape::VEmpty, Shape::V, tile, kv_head, tile.low, use_ - 1);
-    }
-  }
-
-  template <int Bytes, int Chunks>
-  __device__ __forceinline__ void load(const CUtensorMap* map, int full, int empty, int base, const PrefillTile& tile, int kv_head,
-                                       int block, int use) {
-    const int slot = slot_of<Shape::Stages>(use), segment = lane_ / Chunks, chunk = lane_ % Chunks;
-    const int left = tile.length - block * Shape::N, segments = min(Shape::N, left + box_ - 1) / box_;  // boxes that hold a key
-    const int key = block * Shape::N + segment * box_;
-    const bool mine = segment < segments;
-    int row = tile.k_start + key, page = 0;
-    if (p_.page_table != nullptr && mine) {
-      page = p_.page_table[tile.b * p_.table_stride + (key >> p_.page_shift)];
-      row = key & ((1 << p_.page_shift) - 1);
-    }
-    barrier_wait(smem_ + empty + 8 * slot, parity_of<Shape::Stages>(use) ^ 1);
-    if (lane_ == 0) barrier_arrive_expect(smem_ + full + 8 * slot, segments * box_ * (Bytes / Shape::N));
-    __syncwarp();
-    if (mine) {
-      const uint32_t to = smem_ + base + slot * Bytes + chunk * Shape::N * Shape::Row + segment * box_ * Shape::Row;
-      tma_load(to, map, smem_ + full + 8 * slot, 0, row, kv_head, chunk, page);
-    }
-  }
-
-  const PrefillAttentionParams& p_;
-  const CUtensorMap *q_, *k_, *v_;
-  const int box_;
-  const uint32_t smem_;
-  const PrefillTile* tiles_;
-  const int lane_;
-  int use_ = 0;
-};
-
-// ---------------------------------------------------------------- consumers
 
 template <class Shape>
 class PrefillConsumer {
@@ -187,9 +47,11 @@ class PrefillConsumer {
     for (int round = 0;; ++round) {
       const int slot = slot_of<Shape::Slots>(round);
       barrier_wait(smem_ + Shape::QFull + 8 * slot, parity_of<Shape::Slots>(round));
-      const PrefillTile& tile = tiles_[slot];  // stays there until this warpgroup releases its q slot
+      const PrefillTile& tile = tiles_[slot_of<Shape::Tiles>(round)];
       if (tile.first < 0) break;
       one_tile(tile, slot);
+      __syncwarp();
+      if (lane_ == 0) barrier_arrive(smem_ + Shape::TileEmpty + 8 * slot_of<Shape::Tiles>(round));
     }
   }
 
@@ -221,8 +83,9 @@ class PrefillConsumer {
     } else {
       if (end > low) blocks(tile, slot, low, end, softmax, o);
     }
+    if (end <= low) release_rows(slot);
     skip(low - tile.low, low - tile.low);
-    store(tile, slot, softmax, o);
+    store(tile, softmax, o);
   }
 
   // Blocks that this warpgroup's rows do not see: their slots are released, and the turns passed on.
@@ -232,9 +95,9 @@ class PrefillConsumer {
         begin_turn();
         end_turn();
       }
-      barrier_wait(full(Shape::KFull, use_), parity_of<Shape::Stages>(use_));
+      wait_full(Shape::KFull, use_, false);
       release(Shape::KEmpty, use_);
-      barrier_wait(full(Shape::VFull, use_), parity_of<Shape::Stages>(use_));
+      wait_full(Shape::VFull, use_, false);
       release(Shape::VEmpty, use_);
     }
   }
@@ -253,9 +116,10 @@ class PrefillConsumer {
       wgmma_wait<0>();
       wgmma_pin(s);
       release(Shape::KEmpty, use_);
+      if (end - 1 == low) release_rows(slot);
       mask(tile, end - 1, s);
       softmax.raise(s, scale, factor);
-      softmax.weigh<T>(s, scale, w);
+      softmax.weigh<T>(s, scale, w, softmax.sum);
     }
     bool k_here = false, v_here = false;
     for (int block = end - 2; block >= low; --block, ++use_) {
@@ -270,6 +134,7 @@ class PrefillConsumer {
       wgmma_wait<1>();
       wgmma_pin(s);
       release(Shape::KEmpty, use_ + 1);
+      if (block == low) release_rows(slot);
       mask(tile, block, s);
       const bool raised = softmax.raise(s, scale, factor);
       k_here = is_full(Shape::KFull, use_ + 2);
@@ -283,7 +148,7 @@ class PrefillConsumer {
       wgmma_pin(o);
       wgmma_pin(w);
       release(Shape::VEmpty, use_);
-      softmax.weigh<T>(s, scale, w);
+      softmax.weigh<T>(s, scale, w, softmax.sum);
     }
     wait_full(Shape::VFull, use_, v_here);
     if (tail && end - 1 == low) zero_tail(length_ - low * Shape::N);
@@ -297,37 +162,80 @@ class PrefillConsumer {
   // Scores, weights and values of a block one after the other: the other warpgroups fill the tensor cores meanwhile.
   __device__ __forceinline__ void blocks_in_order(const PrefillTile& tile, int slot, int low, int end, RowSoftmax& softmax,
                                                   float (&o)[kValues]) {
-    const float scale = !Shape::Plain && p_.softcap > 0.f ? 1.f : p_.scale * kLog2E;
-    const uint64_t q = rows_of(slot);
+    static_assert(Shape::Plain);
+    const float scale = p_.scale * kLog2E;
     const bool tail = end * Shape::N > length_;
     bool k_here = false;
     int block = end - 1;
     // A causal warpgroup may need only the first half of its last block of keys.
+    constexpr int kHalf = Shape::N / 32 * 16;
     const int needed = (p_.causal ? min(length_, position_ + 64) : length_) - block * Shape::N;
-    if (Shape::N % 32 == 0 && block >= low && needed <= Shape::N / 2) {
-      one_block<Shape::N / 2>(tile, block, q, scale, tail, k_here, softmax, o);
+    if (block >= low && needed <= kHalf) {
+      first_block<kHalf>(tile, block, low, slot, scale, tail, k_here, softmax, o);
       --block;
     }
-    for (; block >= low; --block) one_block<Shape::N>(tile, block, q, scale, tail && block == end - 1, k_here, softmax, o);
+    // Until all rows have seen a key.
+    for (; block >= low && (block == end - 1 || (p_.causal && (block + 1) * Shape::N > position_)); --block) {
+      first_block<Shape::N>(tile, block, low, slot, scale, tail && block == end - 1, k_here, softmax, o);
+    }
+    for (; block >= low; --block) later_block(block, low, slot, scale, k_here, softmax, o);
   }
 
+  // With masks, and with the maxima found before the exponentials.
   template <int Width>
-  __device__ __forceinline__ void one_block(const PrefillTile& tile, int block, uint64_t q, float scale, bool tail, bool& k_here,
-                                            RowSoftmax& softmax, float (&o)[kValues]) {
+  __device__ __forceinline__ void first_block(const PrefillTile& tile, int block, int low, int slot, float scale, bool tail, bool& k_here,
+                                              RowSoftmax& softmax, float (&o)[kValues]) {
     float s[Width / 2], factor[2];
     uint32_t w[Width / 4];
     wait_full(Shape::KFull, use_, k_here);
-    issue_scores(s, q, use_);
+    issue_scores(s, rows_of(slot), use_);
     wgmma_wait<0>();
     wgmma_pin(s);
     release(Shape::KEmpty, use_);
+    if (block == low) release_rows(slot);
     mask(tile, block, s);
     if (softmax.raise(s, scale, factor)) rescale(o, factor);
     const bool v_here = is_full(Shape::VFull, use_);
     k_here = is_full(Shape::KFull, use_ + 1);
-    softmax.weigh<T>(s, scale, w);
+    softmax.weigh<T>(s, scale, w, softmax.sum);
+    add_values(w, v_here, tail ? length_ - block * Shape::N : Shape::N, o);
+  }
+
+  // Without a mask, for rows that have a reference. The sums of the weights tell whether they outgrew it; then, and only then, the block is
+  // done again from its scores, which K, still there, gives once more.
+  __device__ __forceinline__ void later_block(int block, int low, int slot, float scale, bool& k_here, RowSoftmax& softmax,
+                                              float (&o)[kValues]) {
+    float s[kScores], factor[2], part[2] = {0.f, 0.f};
+    uint32_t w[kScores / 2];
+    wait_full(Shape::KFull, use_, k_here);
+    issue_scores(s, rows_of(slot), use_);
+    wgmma_wait<0>();
+    wgmma_pin(s);
+    const bool v_here = is_full(Shape::VFull, use_);
+    k_here = is_full(Shape::KFull, use_ + 1);
+    softmax.weigh<T>(s, scale, w, part);
+    const bool over[2] = {!(part[0] <= kMostWeight<T>), !(part[1] <= kMostWeight<T>)};
+    if (named_any(4 + group_, over[0] || over[1])) {
+      issue_scores(s, rows_of(slot), use_);
+      wgmma_wait<0>();
+      wgmma_pin(s);
+      softmax.raise_over(s, scale, over, factor);
+      rescale(o, factor);
+      part[0] = part[1] = 0.f;
+      softmax.weigh<T>(s, scale, w, part);
+    }
+    softmax.sum[0] += part[0];
+    softmax.sum[1] += part[1];
+    release(Shape::KEmpty, use_);
+    if (block == low) release_rows(slot);
+    add_values(w, v_here, Shape::N, o);
+  }
+
+  // keys: of the block, behind which v's rows are to be zeroed.
+  template <int Size>
+  __device__ __forceinline__ void add_values(const uint32_t (&w)[Size], bool v_here, int keys, float (&o)[kValues]) {
     wait_full(Shape::VFull, use_, v_here);
-    if (tail) zero_tail(length_ - block * Shape::N);
+    if (keys < Shape::N) zero_tail(keys);
     issue_values(o, w, use_);
     wgmma_wait<0>();
     wgmma_pin(o);
@@ -433,55 +341,46 @@ class PrefillConsumer {
     named_sync(4 + group_, 128);
   }
 
-  // Through the tile's q slot, whose rows nobody else uses: 16-byte pieces of whole rows, only rows that exist.
-  __device__ __forceinline__ void store(const PrefillTile& tile, int slot, RowSoftmax& softmax, float (&o)[kValues]) {
-    const uint32_t staged = smem_ + Shape::Q + (slot * Shape::Groups + group_) * Shape::QBytes;
+  // Four lanes hold the pairs of a row's 8 columns; they exchange them, so that each writes 16 bytes of one of four blocks of columns: 64
+  // bytes of a row at once, and rows that do not exist are not written.
+  __device__ __forceinline__ void store(const PrefillTile& tile, RowSoftmax& softmax, float (&o)[kValues]) {
     const float* sink = p_.sinks != nullptr ? p_.sinks + tile.head : nullptr;
     const int rows = tile.rows - first_;
-    float lse[2], factor[2];
+    const bool odd = lane_ & 1, high = lane_ & 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      factor[h] = softmax.finish(h, sink, lse[h]);
+      float lse;
+      const float factor = softmax.finish(h, sink, lse);
       const int row = 16 * warp_ + lane_ / 4 + 8 * h;
-      if (p_.lse != nullptr && lane_ % 4 == 0 && row < rows) {
-        p_.lse[(static_cast<int64_t>(tile.q_start) + first_ + row) * p_.heads + tile.head] = lse[h];
+      const int64_t at = (static_cast<int64_t>(tile.q_start) + first_ + row) * p_.heads + tile.head;
+      if (p_.lse != nullptr && lane_ % 4 == 0 && row < rows) p_.lse[at] = lse;
+      auto* out = static_cast<uint4*>(p_.out) + at * (Shape::Dv / 8) + lane_ % 4;
+#pragma unroll
+      for (int i = 0; i < kValues; i += 16) {
+        uint32_t r[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) r[j] = pack<T>(o[i + 4 * j + 2 * h] * factor, o[i + 4 * j + 2 * h + 1] * factor);
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {
+          const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? r[j] : r[j + 1], 1);
+          (odd ? r[j] : r[j + 1]) = got;
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const uint32_t got = __shfl_xor_sync(0xffffffffu, high ? r[j] : r[j + 2], 2);
+          (high ? r[j] : r[j + 2]) = got;
+        }
+        if (row < rows) out[i / 4] = uint4{r[0], r[1], r[2], r[3]};
       }
     }
-    named_sync(4 + group_, 128);  // all four warps are done with q
-    const int row = 16 * warp_ + lane_ % 16;
-#pragma unroll
-    for (int i = 0; i < kValues; i += 8) {
-      const uint32_t r[4] = {pack<T>(o[i] * factor[0], o[i + 1] * factor[0]), pack<T>(o[i + 2] * factor[1], o[i + 3] * factor[1]),
-                             pack<T>(o[i + 4] * factor[0], o[i + 5] * factor[0]), pack<T>(o[i + 6] * factor[1], o[i + 7] * factor[1])};
-      store_matrix(staged_piece(staged, row, i / 4 + lane_ / 16), r);
-    }
-    named_sync(4 + group_, 128);
-    constexpr int kPieces = Shape::Dv / 8;
-    auto* out = static_cast<uint4*>(p_.out);
-#pragma unroll
-    for (int i = 0; i < kPieces / 2; ++i) {
-      const int at = threadIdx.x % 128 + 128 * i, r = at / kPieces, piece = at % kPieces;
-      uint4 x;
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                   : "r"(staged_piece(staged, r, piece))
-                   : "memory");
-      if (r < rows) out[((static_cast<int64_t>(tile.q_start) + first_ + r) * p_.heads + tile.head) * kPieces + piece] = x;
-    }
-    fence_async_shared();
-    __syncwarp();
-    if (lane_ == 0) barrier_arrive(smem_ + Shape::QEmpty + 8 * slot);
-  }
-  // Where 8 values of a row stand: swizzled like a box, so that neither rows nor columns meet in one bank.
-  __device__ __forceinline__ static uint32_t staged_piece(uint32_t staged, int row, int piece) {
-    constexpr int kPieces = Shape::Row / 16;
-    const int swizzle = Shape::Chunk == 64 ? row & 7 : row >> 1 & 3;
-    return staged + piece / kPieces * 64 * Shape::Row + row * Shape::Row + (piece % kPieces ^ swizzle) * 16;
   }
 
   __device__ __forceinline__ uint32_t full(int offset, int use) const { return smem_ + offset + 8 * slot_of<Shape::Stages>(use); }
   __device__ __forceinline__ void release(int offset, int use) {
     if (lane_ == 0) barrier_arrive(full(offset, use));
+  }
+  __device__ __forceinline__ void release_rows(int slot) {
+    if (lane_ == 0) barrier_arrive(smem_ + Shape::QEmpty + 8 * slot);
   }
   __device__ __forceinline__ void begin_turn() {
     if constexpr (Shape::TakeTurns) named_sync(1 + group_, 256);
@@ -514,7 +413,7 @@ __global__ void __launch_bounds__(Shape::Threads, 1)
     prefill_kernel(const __grid_constant__ PrefillAttentionParams p, const __grid_constant__ CUtensorMap q,
                    const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v, const int box) {
   extern __shared__ uint8_t raw[];
-  __shared__ PrefillTile tiles[Shape::Slots];
+  __shared__ PrefillTile tiles[Shape::Tiles];
   __shared__ PrefillWalkState state;  // static, so that their addresses take no register of the producer
   const uint32_t smem = (smem_address(raw) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
@@ -523,12 +422,15 @@ __global__ void __launch_bounds__(Shape::Threads, 1)
     prefetch_map(&v);
     for (int i = 0; i < Shape::Stages; ++i) {
       barrier_init(smem + Shape::KFull + 8 * i, 1);
-      barrier_init(smem + Shape::VFull + 8 * i, 1);
       barrier_init(smem + Shape::KEmpty + 8 * i, 4 * Shape::Groups);
+      barrier_init(smem + Shape::VFull + 8 * i, 1);
       barrier_init(smem + Shape::VEmpty + 8 * i, 4 * Shape::Groups);
     }
-    for (int i = 0; i < Shape::Slots; ++i) {
+    for (int i = 0; i < Shape::Tiles; ++i) {
       barrier_init(smem + Shape::TileFull + 8 * i, 1);
+      barrier_init(smem + Shape::TileEmpty + 8 * i, 4 * Shape::Groups + 1);
+    }
+    for (int i = 0; i < Shape::Slots; ++i) {
       barrier_init(smem + Shape::QFull + 8 * i, 1);
       barrier_init(smem + Shape::QEmpty + 8 * i, 4 * Shape::Groups);
     }

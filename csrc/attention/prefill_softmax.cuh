@@ -12,6 +12,10 @@ namespace pyllm::attention {
 
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr float kSlack = 8.f;
+// What a lane's weights of a block may add up to before the reference is raised, where nobody looks at the maxima: so that no weight
+// overflows fp16 (2^16), or in bf16, which has fp32's range, no sum of them times values does.
+template <class T>
+constexpr float kMostWeight = std::is_same_v<T, __nv_bfloat16> ? 18446744073709551616.f : 32768.f;
 
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
@@ -41,17 +45,22 @@ struct RowSoftmax {
   float reference[2] = {0.f, 0.f};        // scaled; 0 before the row has seen a key
   float sum[2] = {0.f, 0.f};              // of this lane's columns
 
+  template <int Size>
+  __device__ __forceinline__ static float row_max(const float (&s)[Size], int h) {
+    float most = s[2 * h];
+#pragma unroll
+    for (int i = 0; i < Size; i += 4) most = fmaxf(most, fmaxf(s[i + 2 * h], s[i + 2 * h + 1]));
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+    return fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+  }
+
   // Looks at the scores of a block. factor: what the sums so far are to be multiplied by, exactly 1 in most blocks. True if any row of
   // the warp has another one.
   template <int Size>
   __device__ __forceinline__ bool raise(const float (&s)[Size], float scale, float (&factor)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float most = s[2 * h];
-#pragma unroll
-      for (int i = 0; i < Size; i += 4) most = fmaxf(most, fmaxf(s[i + 2 * h], s[i + 2 * h + 1]));
-      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+      const float most = row_max(s, h);
       const bool first = top[h] == -INFINITY;
       top[h] = fmaxf(top[h], most);
       const float scaled = top[h] == -INFINITY ? 0.f : top[h] * scale;
@@ -63,14 +72,27 @@ struct RowSoftmax {
     return __any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f);
   }
 
-  // Scores become weights: two to a register, as the A operand of the next product wants them.
+  // Moves the reference of the rows of which any lane is `over` to the largest score of this block.
+  template <int Size>
+  __device__ __forceinline__ void raise_over(const float (&s)[Size], float scale, const bool (&over)[2], float (&factor)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t quad = __ballot_sync(0xffffffffu, over[h]) >> (threadIdx.x % 32 & ~3u) & 15u;
+      const float next = quad != 0 ? row_max(s, h) * scale : reference[h];
+      factor[h] = quad != 0 ? exp2_fast(reference[h] - next) : 1.f;
+      reference[h] = next;
+      sum[h] *= factor[h];
+    }
+  }
+
+  // Scores become weights: two to a register, as the A operand of the next product wants them. `into` takes their sums.
   template <class T, int Size>
-  __device__ __forceinline__ void weigh(const float (&s)[Size], float scale, uint32_t (&w)[Size / 2]) {
+  __device__ __forceinline__ void weigh(const float (&s)[Size], float scale, uint32_t (&w)[Size / 2], float (&into)[2]) const {
 #pragma unroll
     for (int i = 0; i < Size; i += 2) {
       const int h = i / 2 % 2;
       const float x = exp2_fast(fmaf(s[i], scale, -reference[h])), y = exp2_fast(fmaf(s[i + 1], scale, -reference[h]));
-      sum[h] += x + y;
+      into[h] += x + y;
       w[i / 2] = pack<T>(x, y);
     }
   }
