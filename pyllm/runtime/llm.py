@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from pyllm.runtime.beam import run_searches
 from pyllm.runtime.config import CudaGraphConfig, DraftTargetDecodingConfig, KvCacheConfig, NGramDecodingConfig, SchedulerConfig
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.loop import EngineLoop
@@ -113,8 +115,11 @@ class LLM:
         if len(each) != len(prompts):
             raise ValueError(f"LLM.generate: {len(each)} sampling_params for {len(prompts)} inputs")
         made = [self._make(p, s, priority, cache_salt, False) for p, s in zip(prompts, each, strict=True)]
-        self._loop.submit([r for out in made for r in out._requests])
+        beams = [out._requests for out in made if out._requests[0].params.use_beam_search]
+        self._loop.submit([r for out in made if out._requests not in beams for r in out._requests])
         try:
+            if beams:
+                run_searches(partial(self._generate_all, priority=priority, cache_salt=cache_salt), beams)
             with progress_bar("generating", len(made), "requests", use_tqdm) as advance:
                 for out in made:
                     out.result()
@@ -135,6 +140,8 @@ class LLM:
         cache_salt: str | None = None,
     ) -> RequestOutput:
         """Start one prompt. streaming: the handle can be iterated over, a look per step; else only its end can be waited for."""
+        if sampling_params is not None and getattr(sampling_params, "use_beam_search", False):
+            raise ValueError("LLM.generate_async: a beam search is known at its end alone; use generate")
         out = self._make(inputs, sampling_params, priority, cache_salt, streaming)
         self._loop.submit(out._requests)
         return out
@@ -180,10 +187,11 @@ class LLM:
         params = of_type("sampling_params", params, SamplingParams) or SamplingParams()
         if streaming and params.samples > params.n:
             raise ValueError("LLM.generate_async: streaming cannot know the best samples before the end; set best_of=None")
+        count = params.n if params.use_beam_search else params.samples
         hidden = params.samples > params.n and params.logprobs is None
         params, text, ids = self._resolve(prompt, replace(params, logprobs=0) if hidden else params)
         requests: list[Request] = []
-        for index in range(params.samples):
+        for index in range(count):
             request = self._engine.prepare(ids, params, priority=priority, salt="" if salt is None else salt)
             request.index, request.streaming = index, streaming
             if params.stop:
@@ -192,6 +200,11 @@ class LLM:
                 request.text = TextOutput(self.tokenizer, params.stop, include_stop=include, skip_special_tokens=skip)
             requests.append(request)
         return RequestOutput(text, requests, self.tokenizer, params.n, self._abort)
+
+    def _generate_all(self, prompts: list[list[int]], params: list[SamplingParams], **options: Any) -> list[RequestOutput]:
+        outs = self.generate(prompts, params, False, **options)
+        assert isinstance(outs, list)
+        return outs
 
     def _abort(self, request: Request) -> None:
         """Handles hold this, and so the model, for as long as they live."""

@@ -12,12 +12,11 @@ from pyllm.runtime.refuse import Checked
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_SAMPLES = 1024
+MAX_WIDTH = MAX_LOGPROBS // 2  # a step of a beam search looks at twice as many tokens as there are beams, as each of them may end
 
 HINTS = {
-    "use_beam_search": "beam search is not served; n and best_of give several samples",
-    "beam_search_diversity_rate": "beam search is not served; n and best_of give several samples",
-    "length_penalty": "beam search is not served; n and best_of give several samples",
-    "early_stopping": "beam search is not served; n and best_of give several samples",
+    "beam_search_diversity_rate": "beams are not grouped",
+    "beam_width": "use use_beam_search=True with best_of",
     "guided_decoding": "constrained decoding is not served; a logits_processor can restrict tokens",
     "lookahead_config": "use LLM(speculative_config=NGramDecodingConfig())",
     "embedding_bias": "use logit_bias={token: value}",
@@ -43,6 +42,8 @@ class SamplingParams(Checked):
     min_p: keep p >= min_p * p_max, in [0, 1].
     seed: the same seed gives the same text in any batch; None draws one when the request is admitted.
     n: samples of one prompt. best_of: take the n likeliest of so many.
+    use_beam_search: the n best of best_of beams (2 to 10), by sum of log-probabilities / length ** length_penalty; early_stopping ends when
+    so many beams have ended, else when no other can be better. With max_tokens, end tokens and logprobs alone.
     max_tokens: tokens to generate at most; min_tokens: no end token before so many.
     stop: texts to end at, left out of the text unless include_stop_str_in_output. stop_token_ids: also end after one of these.
     ignore_eos: go on past the model's own end tokens.
@@ -56,6 +57,9 @@ class SamplingParams(Checked):
 
     n: int = 1
     best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool = False
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -105,7 +109,7 @@ class SamplingParams(Checked):
         self._real("top_p", "more than 0, at most 1", lambda v: 0 < v <= 1)
         self._real("min_p", "0 to 1", lambda v: 0 <= v <= 1)
         self._real("repetition_penalty", "more than 0", lambda v: v > 0)
-        for name in ("presence_penalty", "frequency_penalty"):
+        for name in ("presence_penalty", "frequency_penalty", "length_penalty"):
             self._real(name, "a finite number", lambda v: True)
         for name in ("seed", "truncate_prompt_tokens", "logprobs", "prompt_logprobs", "best_of"):
             low, high = {"seed": (0, MAX_SEED), "truncate_prompt_tokens": (1, 2**31 - 1), "best_of": (1, MAX_SAMPLES)}.get(
@@ -116,7 +120,15 @@ class SamplingParams(Checked):
         self._integer("n", 1, MAX_SAMPLES)
         self._integer("max_tokens", 1, 2**31 - 1)
         self._integer("min_tokens", 0, 2**31 - 1)
-        for name in ("ignore_eos", "include_stop_str_in_output", "add_special_tokens", "detokenize", "skip_special_tokens"):
+        for name in (
+            "use_beam_search",
+            "early_stopping",
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "add_special_tokens",
+            "detokenize",
+            "skip_special_tokens",
+        ):
             self._need(name, isinstance(getattr(self, name), bool), "True or False")
         for processor in self.logits_processor:
             if not callable(processor):
@@ -128,10 +140,23 @@ class SamplingParams(Checked):
             raise ValueError(f"SamplingParams: min_tokens is {self.min_tokens}, expected at most max_tokens={self.max_tokens}")
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"SamplingParams: best_of is {self.best_of}, expected at least n={self.n}")
-        if self.samples > 1 and self.greedy:
+        if self.use_beam_search:
+            self._check_beams()
+        elif (self.length_penalty, self.early_stopping) != (1.0, False):
+            raise ValueError("SamplingParams: length_penalty or early_stopping is given without use_beam_search=True")
+        elif self.samples > 1 and self.greedy:
             raise ValueError(f"SamplingParams: n or best_of is {self.samples}, but greedy samples are all alike; set a temperature")
         if self.stop and not self.detokenize:
             raise ValueError("SamplingParams: stop needs the text, but detokenize is False; use stop_token_ids")
+
+    def _check_beams(self) -> None:
+        if not 2 <= self.samples <= MAX_WIDTH:
+            raise ValueError(f"SamplingParams: n or best_of is {self.samples}, expected 2 to {MAX_WIDTH} beams with use_beam_search")
+        used = {"a temperature": not self.greedy, "stop": self.stop, "prompt_logprobs": self.prompt_logprobs is not None}
+        used |= {"penalties, logit_bias, bad tokens, min_tokens or a logits_processor": self.shaped or self.bad}
+        for name, given in used.items():
+            if given:
+                raise ValueError(f"SamplingParams: use_beam_search with {name}, expected neither")
 
     @property
     def greedy(self) -> bool:

@@ -23,7 +23,7 @@ LLM_HINTS = dict.fromkeys(
     "kv_cache_dtype": "use kv_cache_config=KvCacheConfig(dtype=...)",
     "enable_chunked_prefill": "prompts are always cut into chunks of max_num_tokens",
     "max_input_len": "use max_seq_len, which counts prompt and output",
-    "max_beam_width": "beam search is not served",
+    "max_beam_width": "use SamplingParams(use_beam_search=True, best_of=...)",
     "guided_decoding_backend": "constrained decoding is not served; a logits_processor can restrict tokens",
     "enable_lora": "LoRA is not served",
     "lora_config": "LoRA is not served",

@@ -320,7 +320,6 @@ def test_shutdown_ends_what_runs() -> None:
             ValueError,
             "speculative_config is 3, expected a NGramDecodingConfig or DraftTargetDecodingConfig",
         ),
-        (lambda f: SamplingParams(use_beam_search=True), TypeError, "beam search is not served"),
         (lambda f: SamplingParams(n=2), ValueError, "greedy samples are all alike"),
         (lambda f: SamplingParams(n=3, best_of=2, temperature=1), ValueError, "best_of is 2, expected at least n=3"),
         (lambda f: SamplingParams(stop="x", detokenize=False), ValueError, "stop needs the text"),
