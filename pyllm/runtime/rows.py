@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyllm.ops.rows import advance_rows
 from pyllm.runtime.batch import Batch, KvCache
 from pyllm.runtime.request import Request
 from pyllm.runtime.sample import to_device
@@ -128,20 +129,17 @@ class Rows:
             max_q=1,
         )
 
-    def move_on(self, n: int) -> None:
-        """Rows 0 .. n - 1 go one position further. It needs no token, so it may run beside the sampling."""
-        self._scalars[POSITION:ACTIVE, :n].add_(self._scalars[ACTIVE, :n])
-        self._place(n)
+    def advance(self, n: int, sampled: Tensor) -> None:
+        """Rows 0 .. n - 1 have sampled these tokens and go one position further; a failed row (-1) goes on with token 0 until the host
+        ends it."""
+        position, kv_len, active = self._scalars[: ACTIVE + 1, :n]
+        advance_rows(sampled, self.token[:n], position, kv_len, self._slots[:n], active, self._table[:n], self._mask + 1)
 
     def _place(self, n: int) -> None:
         position, slots = self._scalars[POSITION, :n], self._slots[:n]
         torch.bitwise_right_shift(position, self._shift, out=self._page[:n, 0])
         torch.bitwise_and(position, self._mask, out=slots)
         slots.add_(self._table[:n].gather(1, self._page[:n]).squeeze(1), alpha=self._mask + 1)
-
-    def take(self, n: int, tokens: Tensor) -> None:
-        """Rows 0 .. n - 1 have sampled `tokens`; a failed row (-1) goes on with token 0 until the host ends it."""
-        torch.clamp(tokens, min=0, out=self.token[:n])
 
     def tables(self, rows: Tensor) -> Tensor:
         """Page tables of these rows, at full width."""

@@ -75,14 +75,13 @@ class Runner:
             raise ValueError("Engine: mixed_sizes (capture_num_tokens) with an int8 cache, expected none: such steps run without graphs")
         self.mixed_sizes = sorted({(t, min(t, b, max_batch)) for t in mixed_sizes for b in (FEW, max_batch)})
         kinds: dict[str, Callable[[Any], Tensor]] = {"guess": self._guess}
-        kinds |= {"tokens": self._tokens, "logits": self._logits, "move_on": self._move_on, "mixed": self._padded}
+        kinds |= {"tokens": self._tokens, "logits": self._logits, "mixed": self._padded}
         self.graphs = Graphs(kinds, kv.device)
         self._traits, self._version = Traits(), -1
-        self._side = torch.cuda.Stream(kv.device) if kv.device.type == "cuda" else None
 
     def capture(self, progress: bool) -> None:
         mixed = [("mixed", size) for size in reversed(self.mixed_sizes)]
-        decode = [(kind, n) for n in reversed(self.decode_sizes) for kind in ("logits", "move_on", "tokens")]
+        decode = [(kind, n) for n in reversed(self.decode_sizes) for kind in ("logits", "tokens")]
         if self._draft:
             decode += [("guess", n) for n in reversed(self.decode_sizes)]
         if self._kv.device.type == "cuda" and (mixed or decode):
@@ -131,24 +130,10 @@ class Runner:
         return logits
 
     def _tokens(self, n: int) -> Tensor:
-        """A whole greedy step: this is what a graph replays. The rows move on beside the sampling, which is one kernel of few blocks."""
-        logits = self._logits(n)
-        if self._side is None:
-            tokens = sample_tokens(logits)
-            self.rows.move_on(n)
-        else:
-            here = torch.cuda.current_stream(self._side.device)
-            self._side.wait_stream(here)
-            with torch.cuda.stream(self._side):
-                self.rows.move_on(n)
-            tokens = sample_tokens(logits)
-            here.wait_stream(self._side)
-        self.rows.take(n, tokens)
+        """A whole greedy step: this is what a graph replays."""
+        tokens = sample_tokens(self._logits(n))
+        self.rows.advance(n, tokens)
         return tokens
-
-    def _move_on(self, n: int) -> Tensor:
-        self.rows.move_on(n)
-        return self.rows.token
 
     def _decode(self) -> Flight:
         top, traits = self.rows.top, self.traits
@@ -159,8 +144,7 @@ class Runner:
         logits = self.graphs.run("logits", n)
         padded = [*requests, *[None] * (n - top)]
         tokens = traits.sample(self._shaper.shape(logits, padded) if traits.shaped else logits, self.rows.sampling(n))
-        self.rows.take(n, tokens)
-        self.graphs.run("move_on", n)
+        self.rows.advance(n, tokens)
         if traits.shaped:
             self._shaper.count(torch.arange(top, device=tokens.device), tokens[:top])
         return Flight(requests, to_host(tokens[:top]), self._logprobs(logits, tokens, requests))
