@@ -9,6 +9,8 @@
 namespace pyllm {
 namespace {
 
+using OptionalTensor = std::optional<Tensor>;
+
 // A word of bits per row: int32 for up to 32 new keys, int64 for 64.
 void check_tree(Check& check, const OptionalTensor& mask, int64_t max_q) {
   if (!mask) return;

@@ -6,13 +6,12 @@
 
 namespace pyllm {
 
-using OptionalTensor = std::optional<Tensor>;
 constexpr auto kBF16 = ScalarType::BFloat16, kFP16 = ScalarType::Half, kFP32 = ScalarType::Float, kE4M3 = ScalarType::Float8_e4m3fn,
                kInt = ScalarType::Int, kLong = ScalarType::Long, kS8 = ScalarType::Char;
 
 // Null without a tensor.
 template <class T>
-const T* pointer(const OptionalTensor& t) {
+const T* pointer(const std::optional<Tensor>& t) {
   return t ? static_cast<const T*>(t->data_ptr()) : nullptr;
 }
 
@@ -42,7 +41,7 @@ inline void check_groups(Check& check, const char* keys) {
 }
 
 // [1] or [K] fp32; its step per KV head.
-inline int check_scale(Check& check, const OptionalTensor& scale, const char* name) {
+inline int check_scale(Check& check, const std::optional<Tensor>& scale, const char* name) {
   if (!scale) return 0;
   check(*scale, name).dtype({kFP32}).contiguous();
   const int64_t size = scale->dim() == 1 ? scale->size(0) : -1;
@@ -52,8 +51,8 @@ inline int check_scale(Check& check, const OptionalTensor& scale, const char* na
 }
 
 // Which rows of q and which keys make a sequence: contiguous keys by kv_starts, or pages by page_table and kv_lens.
-inline void check_indices(Check& check, const Tensor& q_starts, const OptionalTensor& kv_starts, const OptionalTensor& kv_lens,
-                          const OptionalTensor& page_table) {
+inline void check_indices(Check& check, const Tensor& q_starts, const std::optional<Tensor>& kv_starts,
+                          const std::optional<Tensor>& kv_lens, const std::optional<Tensor>& page_table) {
   check(q_starts, "q_starts").shape({"B+1"}).dtype({kInt}).contiguous();
   const int64_t batch = check["B+1"] - 1;
   check.require(batch >= 0, "q_starts", ".size(0) is 0, expected B+1");
@@ -69,7 +68,7 @@ inline void check_indices(Check& check, const Tensor& q_starts, const OptionalTe
 }
 
 // Bits of keys for each row of q, after check_indices.
-inline void check_mask(Check& check, const OptionalTensor& mask, const OptionalTensor& mask_starts) {
+inline void check_mask(Check& check, const std::optional<Tensor>& mask, const std::optional<Tensor>& mask_starts) {
   check.require(mask.has_value() || !mask_starts.has_value(), "mask_starts", "is given, expected it only with a mask");
   if (mask) check(*mask, "mask").shape({"T", "words"}).dtype({kInt}).rows();
   if (!mask_starts) return;
@@ -78,7 +77,7 @@ inline void check_mask(Check& check, const OptionalTensor& mask, const OptionalT
                 ", expected B=", check["B+1"] - 1, " (from q_starts)");
 }
 
-inline void check_scores(Check& check, int64_t window, double softcap, const OptionalTensor& sinks) {
+inline void check_scores(Check& check, int64_t window, double softcap, const std::optional<Tensor>& sinks) {
   if (sinks) check(*sinks, "sinks").shape({"H"}).dtype({kFP32}).contiguous();
   check.require(window >= 0, "window", "is ", window, ", expected >= 1 (or None)");
   check.require(softcap >= 0 && softcap < __builtin_inf(), "softcap", "is ", softcap, ", expected finite and > 0 (or None)");

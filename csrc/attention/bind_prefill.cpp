@@ -9,6 +9,8 @@
 namespace pyllm {
 namespace {
 
+using OptionalTensor = std::optional<Tensor>;
+
 void check_keys(Check& check, const Tensor& t, const char* name, const char* width, const Tensor& q, bool paged) {
   if (paged) {
     check(t, name).shape({"pages", "P", "K", width});

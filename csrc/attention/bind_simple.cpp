@@ -10,6 +10,8 @@
 namespace pyllm {
 namespace {
 
+using OptionalTensor = std::optional<Tensor>;
+
 void check_keys(Check& check, const Tensor& t, const char* name, const Tensor& q, bool paged) {
   if (paged) {
     check(t, name).shape({"pages", "P", "K", "D"});
