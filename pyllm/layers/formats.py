@@ -32,6 +32,8 @@ class Format:
 
     name: str = "?"
     op: str = "linear"  # torch.ops.pyllm.<op> that multiplies
+    experts_op: str = "moe_experts"  # torch.ops.pyllm.<op> of `experts`
+    expert_extras: bool = False  # `experts` takes biases and a clamp
     quantizes: str = ""  # torch.ops.pyllm.<op> that turns x into what `op` multiplies; "": x as it is
     takes_e4m3: bool = False  # multiplies e4m3 rows with a scale each (`matmul_e4m3`), which a norm or an activation can give
     granule: int = 0  # `matmul` heeds m.invariant where K and N are multiples of it; 0: never
@@ -68,8 +70,9 @@ class Format:
         """q `[T, K] e4m3 with scale `[T]` -> `[T, N]` of dtype."""
         raise TypeError(f"{type(self).__name__} has no matmul_e4m3()")
 
-    def experts(self, w13: Any, w2: Any, x: Tensor, ids: Tensor, weights: Tensor, act: str) -> Tensor:
-        """The routed gated MLPs of a MoE layer over two stacked Linears of this format."""
+    def experts(self, w13: Any, w2: Any, x: Tensor, ids: Tensor, weights: Tensor, act: str, **extras: Any) -> Tensor:
+        """The routed gated MLPs of a MoE layer over two stacked Linears of this format. extras, where `expert_extras`: w13_bias, w2_bias,
+        clamp, as in `moe_experts`; only those that the layer has."""
         raise TypeError(f"format {self.name} has no MoE path; leave the experts out of the quant plan")
 
     def weight_bytes(self, n: int, k: int) -> int:
@@ -84,6 +87,7 @@ class Dense(Format):
     dtype: torch.dtype | None = None
 
     granule = 8
+    expert_extras = True
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
@@ -125,8 +129,9 @@ class Dense(Format):
             return linear(x, w, bias)
         return linear(x.to(w.dtype), w, None if bias is None else bias.to(w.dtype)).to(x.dtype)
 
-    def experts(self, w13: Any, w2: Any, x: Tensor, ids: Tensor, weights: Tensor, act: str) -> Tensor:
-        return ops.moe_experts(x.to(w13.weight.dtype), w13.weight, w2.weight, ids, weights, act).to(x.dtype)
+    def experts(self, w13: Any, w2: Any, x: Tensor, ids: Tensor, weights: Tensor, act: str, **extras: Any) -> Tensor:
+        dtype = w13.weight.dtype
+        return ops.moe_experts(x.to(dtype), w13.weight, w2.weight, ids, weights, act, **_biases_as(dtype, extras)).to(x.dtype)
 
     def weight_bytes(self, n: int, k: int) -> int:
         return n * k * (4 if self.dtype is torch.float32 else 2)
@@ -144,15 +149,16 @@ class Fp8(Format):
     quantizes = "quantize_fp8"
     takes_e4m3 = True
     granule = 16
+    experts_op = "fused_experts"
+    expert_extras = True
 
     def tensors(self, weight: Weight) -> dict[str, Weight]:
-        if weight.experts:
-            raise TypeError(f"format {self.name} has no MoE path; leave the experts out of the quant plan")
         return {"weight": replace(weight, fp32=True)}
 
     def finish(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        weight, scale = ops.quantize_fp8(tensors["weight"], "token")
-        return {"weight": weight, "weight_scale": scale}
+        rows = tensors["weight"]  # of a stack of experts: [E, N, K]
+        weight, scale = ops.quantize_fp8(rows.flatten(0, -2), "token")
+        return {"weight": weight.view(rows.shape), "weight_scale": scale.view(rows.shape[:-1])}
 
     def matmul(self, m: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         return self.matmul_e4m3(m, *ops.quantize_fp8(x, "token"), bias, x.dtype)
@@ -168,8 +174,17 @@ class Fp8(Format):
             return ops.linear_fp8(q, m.weight, scale, m.weight_scale, bias, half, act=gate, gated=True).to(dtype)
         return linear(q, m.weight, scale, m.weight_scale, bias, half).to(dtype)
 
+    def experts(self, w13: Any, w2: Any, x: Tensor, ids: Tensor, weights: Tensor, act: str, **extras: Any) -> Tensor:
+        half = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
+        scales = {"w13_scale": w13.weight_scale, "w2_scale": w2.weight_scale}
+        return ops.fused_experts(x.to(half), w13.weight, w2.weight, ids, weights, act, **scales, **_biases_as(half, extras)).to(x.dtype)
+
     def weight_bytes(self, n: int, k: int) -> int:
         return n * k + 4 * n
+
+
+def _biases_as(dtype: torch.dtype, extras: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to(dtype) if isinstance(value, Tensor) else value for name, value in extras.items()}
 
 
 def resolve(names: Sequence[str], quant: QuantPlan) -> Format:

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pyllm import ops
-from pyllm.layers.formats import Dense
 from pyllm.layers.linear import Linear
 from pyllm.layers.mlp import MLP, check_act
 from pyllm.layers.norm import Normed
@@ -32,7 +30,7 @@ class MoE(Spec):
     stacked: names are without `{}`, each one checkpoint tensor of all experts, `[experts, in, out]`; one name for gate and up is one
     tensor, gate rows first, or with interleaved a row of each in turn.
     scale_inputs: the weight multiplies an expert's input in place of its output (Llama 4); with top_k 1 alone.
-    The experts of a layer with bias or clamp are a torch composition, in which each expert sees each token (`explain` shows it).
+    On CUDA the experts of bf16, fp16 and e4m3 weights are grouped GEMMs (`fused_experts`).
     """
 
     at: str
@@ -107,14 +105,9 @@ class MoE(Spec):
     def weights(self) -> dict[str, Weight]:
         return {"router_bias": Weight((Part(self.correction, self.experts),), suffix="", fp32=True)} if self.correction else {}
 
-    @property
-    def composed(self) -> bool:
-        """The grouped op has neither biases nor the clamp."""
-        return self.bias or self.clamp is not None
-
     def load(self, m: Any, env: Any) -> None:
         super().load(m, env)
-        if self.composed and not isinstance(m.w13.format, Dense):
+        if (self.bias or self.clamp) and not m.w13.format.expert_extras:
             raise ValueError(f"quant plan: the experts of {m.path} have a bias or a clamp, which the format {m.w13.format.name} lacks")
         if m.w13.format != m.w2.format:
             raise ValueError(f"quant plan: the experts of {m.path} get two formats ({m.w13.format.name}, {m.w2.format.name}), expected one")
@@ -128,27 +121,13 @@ class MoE(Spec):
         x = h
         if self.scale_inputs:
             x, weights = h * weights.to(h.dtype), torch.ones_like(weights)
-        y = self.experts_composed(m, x, ids, weights) if self.composed else m.w13.format.experts(m.w13, m.w2, x, ids, weights, self.act)
+        extras: dict[str, Any] = {"clamp": self.clamp} if self.clamp else {}
+        if self.bias:
+            extras["w13_bias"] = m.w13.bias
+            if m.rank == 0:  # the ranks' shares are summed
+                extras["w2_bias"] = m.w2.bias
+        y = m.w13.format.experts(m.w13, m.w2, x, ids, weights, self.act, **extras)
         if self.shared:
             s = m.shared(h, b)
             y = y + (s * torch.sigmoid(m.shared_gate_proj(h)) if self.shared_gate else s)
         return y
-
-    def experts_composed(self, m: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """No host sync, so every expert sees every token with weight 0 where it was not chosen: right under graphs. Sum in fp32."""
-        y, h = torch.zeros(x.shape, dtype=torch.float32, device=x.device), x.to(m.w13.weight.dtype)
-        bias13 = m.w13.bias.to(h.dtype) if self.bias else [None] * self.experts
-        bias2 = m.w2.bias.to(h.dtype) if self.bias and m.rank == 0 else [None] * self.experts  # the ranks' shares are summed
-        for e in range(self.experts):
-            gate_up = F.linear(h, m.w13.weight[e], bias13[e])
-            act = clamped_swiglu(gate_up, *self.clamp) if self.clamp else ops.act_mul(gate_up, self.act)
-            share = torch.where(ids == e, weights, 0.0).sum(-1, keepdim=True)
-            y += torch.where(share != 0, share * F.linear(act, m.w2.weight[e], bias2[e]).float(), 0.0)
-        return y.to(x.dtype)
-
-
-def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """`[T, 2F]` (gate, then up) -> `[T, F]`: `g sigmoid(alpha g) (u + 1)`, fp32 inside, rounded once."""
-    gate, up = gate_up.float().chunk(2, -1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(gate_up.dtype)

@@ -6,6 +6,7 @@ from pyllm import _native
 from pyllm.ops.attention import composed_attention, paged_attention
 from pyllm.ops.decode import decode_attention, merge_states
 from pyllm.ops.dense import dense_linear, linear_fp8, linear_int8
+from pyllm.ops.experts import fused_experts
 from pyllm.ops.fused import act, act_mul, act_mul_fp8, embed_tokens, softcap
 from pyllm.ops.gemm import linear, norm_linear
 from pyllm.ops.moe import moe_experts, route_experts
@@ -28,6 +29,7 @@ __all__ = [
     "decode_attention",
     "dense_linear",
     "embed_tokens",
+    "fused_experts",
     "layer_norm",
     "linear",
     "linear_fp8",

@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, and the routed gated MLPs. On CUDA torch compositions until the grouped GEMM kernels exist."""
+"""Mixture of experts: routing, and the routed gated MLPs. On CUDA the latter are `fused_experts` where it serves the operands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyllm.ops.fused import ACTS, act_mul
+from pyllm.ops.experts import check_extras, check_ids, check_known, fused_experts_serves, gated
+from pyllm.ops.fused import ACTS
 from pyllm.ops.gemm import FLOATS
 from pyllm.ops.registry import check, define
 
@@ -28,6 +29,7 @@ def route_experts(
     from. A group is as good as its best `score`, or, with a bias, as the sum of its two best `score + bias` (DeepSeek-V2, -V3).
     Shapes: logits `[T, E]` -> (weights fp32 `[T, top_k]`, ids int32 `[T, top_k]`). Errors: unknown scoring; top_k outside 1..E;
     groups that do not divide E, top_groups outside 1..groups, or fewer than top_k experts in them; fewer than two in one with a bias.
+    CUDA: E up to 1024, top_k and groups up to 32, dense rows of logits.
     """
     if scoring not in SCORING:
         raise ValueError(f"route_experts: scoring is {scoring!r}, expected one of {', '.join(SCORING)}")
@@ -86,19 +88,28 @@ def _route_fake(
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
-def moe_experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: str = "silu") -> Tensor:
-    """`y[t] = sum_j weights[t, j] * w2[e] (act(gate) * up)` with `e = ids[t, j]` and `[gate; up] = w13[e] x[t]`.
+def moe_experts(
+    x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: str = "silu", *, w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None, clamp: tuple[float, float] | None = None,
+) -> Tensor:  # fmt: skip
+    """`y[t] = sum_j weights[t, j] * (w2[e] (act(gate) * up) + w2_bias[e])` with `e = ids[t, j]`, `[gate; up] = w13[e] x[t] + w13_bias[e]`.
 
+    clamp = (alpha, limit): `g sigmoid(alpha g) (u + 1)`, g = gate at most limit and u = up within -limit .. limit, in place of act.
     Shapes: x `[T, N]`, w13 `[E, 2F, N]` (gate rows, then up rows), w2 `[E, N, F]`, ids int32 `[T, top_k]`, weights fp32 `[T, top_k]` ->
-    `[T, N]`.
+    `[T, N]`; w13_bias `[E, 2F]`, w2_bias `[E, N]`. One of bf16, fp16, fp32 for all others.
     Each expert's output is weighted in fp32 and summed in fp32, rounded once. Errors: sizes that disagree, unknown act.
+    CUDA: `fused_experts` where it serves the operands (sm_90, bf16 and fp16, N and F multiples of 8); otherwise a torch composition in
+    which every expert sees every token.
     """
-    if act not in ACTS:
-        raise ValueError(f"moe_experts: act is {act!r}, expected one of {', '.join(ACTS)}")
-    return torch.ops.pyllm.moe_experts(x, w13, w2, ids, weights, ACTS[act])
+    check(act in ACTS, "moe_experts", "act", f"is {act!r}, expected one of {', '.join(ACTS)}")
+    check(clamp is None or (len(clamp) == 2 and clamp[1] > 0), "moe_experts", "clamp", f"is {clamp!r}, expected None or (alpha, limit > 0)")
+    alpha, limit = clamp or (0.0, 0.0)
+    return torch.ops.pyllm.moe_experts(x, w13, w2, ids, weights, ACTS[act], w13_bias, w2_bias, alpha, limit)
 
 
-def _check_experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: int) -> None:
+def _check_experts(
+    x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: int, w13_bias: Tensor | None, w2_bias: Tensor | None
+) -> None:
     op = "moe_experts"
     check(x.dim() == 2, op, "x", f"has {x.dim()} dimensions, expected 2")
     check(w13.dim() == 3 and w13.shape[2] == x.shape[1], op, "w13", f"has shape {tuple(w13.shape)}, expected [E, 2F, N={x.shape[1]}]")
@@ -108,41 +119,66 @@ def _check_experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Ten
     check(x.dtype in FLOATS, op, "x", f"is {x.dtype}, expected bfloat16, float16 or float32")
     for name, w in (("w13", w13), ("w2", w2)):
         check(w.dtype == x.dtype, op, name, f"is {w.dtype}, expected {x.dtype} like x")
-    check(ids.dtype == torch.int32, op, "ids", f"is {ids.dtype}, expected int32")
-    check(weights.dtype == torch.float32, op, "weights", f"is {weights.dtype}, expected float32")
     check(0 <= act < len(ACTS), op, "act", f"is {act}, expected 0..{len(ACTS) - 1}")
-    check(ids.dim() == 2 and ids.shape[0] == x.shape[0], op, "ids", f"has shape {tuple(ids.shape)}, expected [T={x.shape[0]}, top_k]")
-    check(ids.shape == weights.shape, op, "weights", f"has shape {tuple(weights.shape)}, expected {tuple(ids.shape)} (from ids)")
+    check_ids(op, x, ids, weights)
+    check_extras(op, {"w13_bias": w13_bias, "w2_bias": w2_bias}, tuple(w13.shape[:2]), tuple(w2.shape[:2]), x.dtype)
 
 
-def _expert(x: Tensor, w13: Tensor, w2: Tensor, act: int) -> Tensor:
-    name = next(k for k, v in ACTS.items() if v == act)
-    return F.linear(act_mul(F.linear(x, w13), name), w2)
+def _expert(
+    x: Tensor, w13: Tensor, w2: Tensor, act: int, w13_bias: Tensor | None, w2_bias: Tensor | None, alpha: float, limit: float
+) -> Tensor:
+    gate_up = F.linear(x, w13, w13_bias)
+    inner = gated(gate_up, act, alpha, limit).to(x.dtype) if limit > 0 else torch.ops.pyllm.act_mul(gate_up, act)
+    return F.linear(inner, w2, w2_bias)
 
 
-def _experts_reference(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: int) -> Tensor:
-    _check_experts(x, w13, w2, ids, weights, act)
+def _of(biases: tuple[Tensor | None, Tensor | None], e: int) -> tuple[Tensor | None, Tensor | None]:
+    first, second = (None if b is None else b[e] for b in biases)
+    return first, second
+
+
+def _experts_reference(
+    x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: int, w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None, alpha: float = 0.0, limit: float = 0.0,
+) -> Tensor:  # fmt: skip
+    _check_experts(x, w13, w2, ids, weights, act, w13_bias, w2_bias)
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for e in ids.unique().tolist():
-        check(0 <= e < w13.shape[0], "moe_experts", "ids", f"holds {e}, expected 0..E-1={w13.shape[0] - 1}")
+    for e in check_known("moe_experts", ids, w13.shape[0]):
         token, choice = (ids == e).nonzero(as_tuple=True)
-        y.index_add_(0, token, weights[token, choice, None].float() * _expert(x[token], w13[e], w2[e], act).float())
+        out = _expert(x[token], w13[e], w2[e], act, *_of((w13_bias, w2_bias), e), alpha, limit)
+        y.index_add_(0, token, weights[token, choice, None].float() * out.float())
     return y.to(x.dtype)
 
 
-def _experts_composition(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: int) -> Tensor:
+def _experts_composition(
+    x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: int, w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None, alpha: float = 0.0, limit: float = 0.0,
+) -> Tensor:  # fmt: skip
     """No host sync, so every expert sees every token with weight 0 where it was not chosen: right under graphs, E / top_k times the
     work."""
-    _check_experts(x, w13, w2, ids, weights, act)
+    _check_experts(x, w13, w2, ids, weights, act, w13_bias, w2_bias)
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for e in range(w13.shape[0]):
         gate = torch.where(ids == e, weights.float(), 0.0).sum(-1, keepdim=True)
-        y += torch.where(gate != 0, gate * _expert(x, w13[e], w2[e], act).float(), 0.0)
+        out = _expert(x, w13[e], w2[e], act, *_of((w13_bias, w2_bias), e), alpha, limit)
+        y += torch.where(gate != 0, gate * out.float(), 0.0)
     return y.to(x.dtype)
 
 
-def _experts_fake(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: int) -> Tensor:
-    _check_experts(x, w13, w2, ids, weights, act)
+def _experts_cuda(
+    x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: int, w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None, alpha: float = 0.0, limit: float = 0.0,
+) -> Tensor:  # fmt: skip
+    if not fused_experts_serves(x, w13, w2, ids, weights):
+        return _experts_composition(x, w13, w2, ids, weights, act, w13_bias, w2_bias, alpha, limit)
+    return torch.ops.pyllm.fused_experts(x, w13, w2, ids, weights, act, None, None, w13_bias, w2_bias, alpha, limit)
+
+
+def _experts_fake(
+    x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, act: int, w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None, alpha: float = 0.0, limit: float = 0.0,
+) -> Tensor:  # fmt: skip
+    _check_experts(x, w13, w2, ids, weights, act, w13_bias, w2_bias)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -153,13 +189,14 @@ define(
     public="pyllm.ops.moe.route_experts",
     reference=_route_reference,
     fake=_route_fake,
-    composition=_route_reference,
 )
 define(
-    "moe_experts(Tensor x, Tensor w13, Tensor w2, Tensor ids, Tensor weights, int act) -> Tensor",
+    "moe_experts(Tensor x, Tensor w13, Tensor w2, Tensor ids, Tensor weights, int act, Tensor? w13_bias=None, Tensor? w2_bias=None,"
+    " float alpha=0.0, float limit=0.0) -> Tensor",
     stem="moe/moe_experts",
     public="pyllm.ops.moe.moe_experts",
     reference=_experts_reference,
     fake=_experts_fake,
-    composition=_experts_composition,
+    composition=_experts_cuda,
+    kernel="csrc/moe/fused_experts",
 )

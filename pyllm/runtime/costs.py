@@ -236,12 +236,9 @@ def _(spec: MoE, ctx: Context, path: str) -> Iterator[Row]:
     assert isinstance(w13, Linear) and isinstance(w2, Linear)
     fmt = resolve(w13.names(path) + w2.names(path), ctx.quant)
     ff, pairs = spec.ff // ctx.tp, ctx.tokens * spec.top_k
-    if spec.composed:
-        pairs = ctx.tokens * spec.experts  # each expert multiplies each token
     touched = min(spec.experts, pairs)
     moved = touched * (ctx.weight_bytes(fmt, 2 * ff, spec.d) + ctx.weight_bytes(fmt, spec.d, ff)) + 2 * ctx.tokens * spec.d * ctx.item
-    op = "F.linear" if spec.composed else "moe_experts"
-    yield ctx.row(path, "experts", op, moved, 6 * pairs * ff * spec.d, f"{spec.experts}x(3x{ff}x{spec.d})", _label(fmt))
+    yield ctx.row(path, "experts", fmt.experts_op, moved, 6 * pairs * ff * spec.d, f"{spec.experts}x(3x{ff}x{spec.d})", _label(fmt))
     if spec.shared:
         yield from rows(spec.shared, ctx, path_of(spec.shared, path))
     if spec.shared_gate:
