@@ -11,6 +11,8 @@ from bench.gemm.products import products, rows
 from bench.peers import vllm
 from bench.shapes import Shapes
 from pyllm.ops.dense import linear_fp8
+from pyllm.ops.fused import act_mul_fp8
+from pyllm.ops.norm import quantize_fp8
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
@@ -51,6 +53,25 @@ def case_rows(M: int, N: int, K: int) -> Case:
     )
 
 
+def case_gated(M: int, N: int, K: int) -> Case:
+    """The gate in the epilogue against an op of its own behind the product, both with e4m3 rows at the end."""
+
+    def separate(s: Any) -> Any:
+        return act_mul_fp8(linear_fp8(s[0], s[1], s[2], s[3]), "silu")
+
+    return Case(
+        name=f"M={M} N={N} K={K} rows, silu * up to fp8",
+        dtype="fp8",
+        bytes=M * K + N * K + M * N + M * N // 2 + 4 * (2 * M + N),
+        flops=2 * M * N * K,
+        matrix="fp8",
+        make=lambda n: [(*operands(M, N, K), torch.rand(M, device="cuda"), torch.rand(N, device="cuda")) for _ in range(n)],
+        ours=lambda s: quantize_fp8(linear_fp8(*s, act="silu", gated=True), "token"),
+        baselines={"separate": separate},
+        goal=Goal(ratio={"separate": 1.03}),
+    )
+
+
 def case_blocks(M: int, N: int, K: int) -> Case:
     def make(n: int) -> list[Any]:
         sets = []
@@ -80,4 +101,6 @@ def case_blocks(M: int, N: int, K: int) -> Case:
 def cases(shapes: Shapes) -> list[Case]:
     found = products(shapes)
     blocks = [(N, K) for N, K in found if N % 128 == 0 and K % 128 == 0 and N * K >= 1 << 24]
-    return [case_rows(M, N, K) for M in rows(shapes) for N, K in found] + [case_blocks(4096, N, K) for N, K in blocks]
+    few = [case_rows(64, N, K) for N, K in found] if shapes.name == "default" else []
+    gated = [case_gated(M, *found[2]) for M in rows(shapes) if M >= 1024]
+    return [*few, *(case_rows(M, N, K) for M in rows(shapes) for N, K in found), *gated, *(case_blocks(4096, N, K) for N, K in blocks)]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from bench import Case, Goal
+from bench import Case, Goal, compiled
 from bench.gemm.products import products, rows
 from bench.shapes import Shapes
 from pyllm.ops.dense import dense_linear
+from pyllm.ops.fused import act_mul
+from pyllm.ops.norm import rms_norm
 
 
 def case(M: int, N: int, K: int) -> Case:
@@ -29,5 +31,36 @@ def case(M: int, N: int, K: int) -> Case:
     )
 
 
+def case_gated(M: int, N: int, K: int) -> Case:
+    """norm, product and gated activation of a prefill: the gate in the epilogue against three ops."""
+    eps = 1e-5
+
+    def make(n: int) -> list[tuple[torch.Tensor, ...]]:
+        one = {"device": "cuda", "dtype": torch.bfloat16}
+        return [(torch.randn(M, K, **one), torch.randn(N, K, **one), torch.rand(K, device="cuda")) for _ in range(n)]
+
+    def plain(s: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        gate, up = F.linear(F.rms_norm(s[0], (K,), s[2].to(s[0].dtype), eps), s[1]).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    return Case(
+        name=f"M={M} N={N} K={K} bf16 norm, silu * up",
+        dtype="bf16",
+        bytes=2 * (3 * M * K + N * K + M * N // 2),
+        flops=2 * M * N * K,
+        matrix="bf16",
+        make=make,
+        ours=lambda s: dense_linear(rms_norm(s[0], s[2], eps), s[1], act="silu", gated=True),
+        baselines={
+            "separate": lambda s: act_mul(dense_linear(rms_norm(s[0], s[2], eps), s[1]), "silu"),
+            "torch": plain,
+            "torch.compile": compiled(plain),
+        },
+        goal=Goal(ratio={"separate": 1.03, "torch.compile": 1.1}),
+    )
+
+
 def cases(shapes: Shapes) -> list[Case]:
-    return [case(M, N, K) for M in rows(shapes) for N, K in products(shapes)]
+    found = products(shapes)
+    gated = [case_gated(M, *found[2]) for M in rows(shapes) if M >= 1024]
+    return [*(case(M, N, K) for M in rows(shapes) for N, K in found), *gated]
