@@ -23,7 +23,7 @@ from pyllm.ops.gemm import norm_streams, streams
 QuantPlan = Sequence[tuple[str, "Format | None"]]
 """Ordered (glob over checkpoint names without suffix, Format); the first match wins; None and no match: the model's dtype."""
 
-GATE_ROWS, GATE_ROWS_FP8 = 512, 1 << 30
+GATE_ROWS, GATE_ROWS_FP8 = 512, 1024
 """Rows of x from which the gate in the epilogue was measured to be faster than an op of its own behind the product."""
 
 
