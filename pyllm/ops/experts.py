@@ -125,7 +125,7 @@ def _check_fused(
     check(len(given) == (2 if e4m3 else 0), op, "w13_scale", "and w2_scale belong to float8_e4m3fn weights, both of them")
 
 
-def check_extras(op: str, rows: dict[str, Tensor | None], first: tuple[int, int], second: tuple[int, int], dtype: torch.dtype) -> None:
+def check_extras(op: str, rows: dict[str, Tensor | None], first: tuple[int, ...], second: tuple[int, ...], dtype: torch.dtype) -> None:
     """Scales and biases of the weights' rows, by name."""
     for name, t in rows.items():
         if t is None:
