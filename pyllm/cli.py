@@ -14,11 +14,16 @@ from typer.core import TyperGroup
 from pyllm import cli_bench, cli_inspect
 
 
+def one_line(text: str) -> str:
+    """Without control characters: a field's name in a config.json may hold terminal codes."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
 class Commands(TyperGroup):
     """Turns the errors that a user can cause into one line; `pyllm --traceback ...` shows where they came from."""
 
     def invoke(self, ctx: Any) -> Any:
-        warnings.showwarning = lambda message, *_, **__: typer.echo(f"pyllm: warning: {message}", err=True)
+        warnings.showwarning = lambda message, *_, **__: typer.echo(f"pyllm: warning: {one_line(str(message))}", err=True)
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -29,7 +34,7 @@ class Commands(TyperGroup):
             internal = isinstance(error, RuntimeError) and not memory
             if internal or ctx.params.get("traceback"):
                 raise
-            typer.echo("pyllm: " + " ".join(str(error).split()), err=True)
+            typer.echo("pyllm: " + one_line(str(error)), err=True)
             raise typer.Exit(2) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -162,15 +163,19 @@ def _tokenizer_oddities(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"the tokenizer has {tokenizer.vocab_size} tokens, more than the {rows} rows of the embedding"
 
 
-def _not_served(checkpoint: Checkpoint) -> str | None:
-    """Why the declaration of this config does not fit, if it does not: an unknown architecture, a missing tensor, one too many."""
+def _not_served(checkpoint: Checkpoint, suspicions: list[str]) -> str | None:
+    """Why the declaration of this config does not fit, if it does not: an unknown architecture, a missing tensor, one too many. What it
+    only warns of is a suspicion."""
     from fnmatch import fnmatchcase
 
     from pyllm.layers import plan
     from pyllm.models import spec_from_config
 
     try:
-        spec = spec_from_config(checkpoint.config)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            spec = spec_from_config(checkpoint.config)
+        suspicions += [plain(str(w.message), 300) for w in caught]
         wanted = {name for item in plan(spec) for name in item.sources}
     except ValueError as error:
         return plain(str(error), 300)
@@ -212,7 +217,7 @@ def _describe(out: Inspection, checkpoint: Checkpoint) -> TensorMap:
         out.metadata = {plain(k): _value(v) for k, v in checkpoint.config.items() if not isinstance(v, list)}
         out.suspicions += [*_odd_names(checkpoint.tensors), *_config_oddities(checkpoint.config)]
     out.suspicions += [*_template_oddities(checkpoint), *_tokenizer_oddities(checkpoint)]
-    out.not_served = _not_served(checkpoint)
+    out.not_served = _not_served(checkpoint, out.suspicions)
     return checkpoint.tensors
 
 

@@ -107,7 +107,17 @@ def test_gaps_between_tensors_are_counted(tmp_path: Path) -> None:
 def test_nothing_of_a_file_reaches_the_terminal_raw(tmp_path: Path, flags: tuple[str, ...]) -> None:
     keys = dict(KEYS) | {"general.name": value(STRING, f"a{RED}\u202eb"), "x": array(STRING, [RED, "\u2028"]), "y": value(F32, 1.0)}
     keys["tokenizer.chat_template"] = value(STRING, "{{ raise_exception('" + RED + "') }}")
-    for path in (tiny(tmp_path, keys), model(tmp_path, {"config.json": {"architectures": [RED], "a": RED}})):
+    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+    config = {"architectures": ["LlamaForCausalLM"], f"x{RED}\u202e": RED, RED: 1, **sizes}
+    other = tmp_path / "other"
+    other.mkdir()
+    paths = (
+        tiny(tmp_path, keys),
+        model(tmp_path, {"config.json": {"architectures": [RED], "a": RED}}),
+        model(other, {"config.json": config}),
+    )
+    assert any("fields that are not read" in s for s in inspect(paths[2]).suspicions)
+    for path in paths:
         code, out = run(str(path), *flags)
         assert code == 0
         assert out.isascii() and "\x1b" not in out and all(c.isprintable() or c == "\n" for c in out)
