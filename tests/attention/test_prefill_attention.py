@@ -258,6 +258,45 @@ def test_twice_the_same_and_alone_the_same(paged: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("jump", [20, 60, 600])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_scores_far_above_those_of_the_last_keys(D: int, dtype: torch.dtype, causal: bool, jump: int) -> None:
+    """The kernel goes from the last key to the first and weighs a row's keys against the largest score that it saw first. Some early keys
+    score `jump` more: 2^29, 2^87 and 2^866 times the weight, within what bf16 bears without a new look, beyond it, and beyond fp32."""
+    problem = Problem([1, 65, 700], [1, 200, 700], D, dtype=dtype, causal=causal)
+    first_row = first_key = 0
+    for n, L in zip(problem.rows, problem.keys, strict=True):
+        for part in (0.05, 0.4, 0.8):
+            row = problem.q[first_row + int(part * n), 0].float()
+            problem.k[first_key + int(part * L) // 2, 0] = (row * (jump * D**0.5 / row.square().sum())).to(dtype)
+        first_row, first_key = first_row + n, first_key + L
+    got = problem.call("cuda")
+    o, lse, size = problem.exact()
+    # fp32 sums of D products err by (D + 8) 2^-24 of the sum of their sizes, at most |q| |k| scale, about 1.5 jump; twice that in a weight.
+    error = (D + 8) * 2.0**-24 * 1.5 * jump
+    assert_close(got[0], o, atol=(size * (2 * EPS[dtype] + 2e-5 + 2 * error))[..., None], what="out")
+    assert_close(got[1], lse, atol=5e-5 + error, what="lse")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_a_row_does_not_change_with_its_neighbours(D: int) -> None:
+    """Rows whose scores jump, or are NaN, make their warpgroup look again; the others must get the same bits."""
+    problem = Problem([700, 130], [900, 130], D)
+    quiet = problem.call("cuda")
+    problem.q[3::37] *= 100
+    problem.q[20::101] = float("nan")
+    loud = problem.call("cuda")
+    same = torch.ones(830, dtype=torch.bool)
+    same[3::37], same[20::101] = False, False
+    for a, b in zip(quiet, loud, strict=True):
+        assert_same(a.cpu()[same], b.cpu()[same])
+    assert loud[0].cpu()[20::101].isnan().all() and loud[1].cpu()[20::101].isnan().all()
+
+
+@pytest.mark.gpu
 def test_graph_replay_with_changed_lengths() -> None:
     problem = Problem([40, 200, 16], [90, 200, 16])
     static = {"q_starts": problem.batch.q_starts.cuda(), "kv_lens": problem.batch.kv_lens.cuda()}
