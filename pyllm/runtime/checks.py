@@ -55,16 +55,12 @@ def check_int8(spec: DecoderSpec, dtype: torch.dtype, cuda: bool) -> None:
         raise ValueError(f"Engine: an int8 cache with {dtype} and head dims {dims}, expected bfloat16 or float16 and some of {DECODE_DIMS}")
 
 
-def grid_of(
-    spec: DecoderSpec, module: object, cuda: bool, kv_dtype: torch.dtype, page_size: int, chunk: int, reserve: bool, draft_len: int
-) -> int:
+def grid_of(spec: DecoderSpec, module: object, cuda: bool, kv_dtype: torch.dtype, page_size: int, chunk: int, reserve: bool) -> int:
     """Tokens of a prompt that the deterministic mode computes in one piece. ValueError for what it does not go with."""
     if not reserve:
         raise ValueError(
             "Engine: deterministic=True with reserve=False (MAX_UTILIZATION), which computes some requests anew, in other steps"
         )
-    if draft_len:
-        raise ValueError("Engine: deterministic=True with guessing, expected one of them: guesses are verified in steps of more rows")
     if chunk < page_size:
         raise ValueError(f"Engine: chunk is {chunk}, expected at least a page of {page_size} tokens with deterministic=True")
     if cuda and not getattr(module, "invariant", False):

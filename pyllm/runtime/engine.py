@@ -84,7 +84,7 @@ class Engine:
         kv_dtype = check_types(self.device, dtype, kv_dtype or dtype, weights)
         cuda, most = self.device.type == "cuda", max_batch * (1 + draft_len) + chunk
         module = self._bound(spec, weights, dtype, deterministic)
-        grid = grid_of(spec, module, cuda, kv_dtype, page_size, chunk, reserve, draft_len) if deterministic else 0
+        grid = grid_of(spec, module, cuda, kv_dtype, page_size, chunk, reserve) if deterministic else 0
         self.dtype, self.max_batch, self.chunk, self.max_length = dtype, max_batch, chunk, max_length or spec.max_positions
         stored = [(spec, kv_dtype)] if draft_model is None else [(spec, kv_dtype), (draft_model[0], dtype)]
         pages = pages or self._pages(max_tokens, memory_share, spare_bytes, page_size, most, stored)
@@ -98,7 +98,7 @@ class Engine:
             mixed_sizes = min((token_sizes(most, s.kv_slots(), dtype, t, page_size) for s, t in stored), key=len)
         self._runner = Runner(
             module, self.kv, vocab=spec.vocab_size, max_batch=max_batch, max_length=self.max_length, max_tokens=most,
-            decode_sizes=graph_sizes, mixed_sizes=mixed_sizes or (), draft=draft,
+            decode_sizes=graph_sizes, mixed_sizes=mixed_sizes or (), draft=draft, guess_rows=most - chunk if grid else 0,
         )  # fmt: skip
         self._scheduler = Scheduler(
             self.pool, self._runner.rows, page_size=page_size, max_batch=max_batch, chunk=chunk, reserve=reserve, reuse=reuse,

@@ -47,6 +47,7 @@ class Flight:
 class Runner:
     """module(batch) -> logits `[R, V]`. Steps have at most max_batch requests of max_length tokens, and max_tokens tokens in all. They are
     padded to the next of decode_sizes (rows) or mixed_sizes (tokens), if there is one; a mixed step also to 8 sequences, or to max_batch.
+    guess_rows: if not 0, guesses are verified as so many sequences of one row, as if they were decode steps.
     """
 
     def __init__(
@@ -61,13 +62,14 @@ class Runner:
         decode_sizes: Sequence[int],
         mixed_sizes: Sequence[int],
         draft: DraftModel | None = None,
+        guess_rows: int = 0,
     ) -> None:
         max_pages = min(-(-max_length // kv.page_size), kv.pages - 1)  # no request can hold more than the pool has
         room: dict[str, Any] = {"max_batch": max_batch, "max_pages": max_pages, "page_size": kv.page_size, "device": kv.device}
         self._module, self._kv, self.rows = draft.beside(module) if draft else module, kv, Rows(**room)
         self._draft, self._guess_seconds = draft, 0.0
         apart = INT8_ROWS if kv.dtype == torch.int8 else None
-        self._buffers = StepBuffers(max_tokens=max_tokens, pages=kv.pages, vocab=vocab, most_rows=apart, **room)
+        self._buffers = StepBuffers(max_tokens=max_tokens, pages=kv.pages, vocab=vocab, most_rows=apart, guess_rows=guess_rows, **room)
         self._shaper = Shaper(max_batch=max_batch, vocab=vocab, device=kv.device)
         self.decode_sizes = check_sizes("graph_sizes", sorted(decode_sizes), max_batch)
         mixed_sizes = check_sizes("mixed_sizes", mixed_sizes, max_tokens)
@@ -155,7 +157,8 @@ class Runner:
     def _packed(self, step: PackedStep) -> Tensor:
         """Logits of a step that the host has packed: through a graph that is large enough, if there is one."""
         need = (step.tokens, step.sequences)
-        size = next((s for s in self.mixed_sizes if s[0] >= need[0] and s[1] >= need[1] and padded_rows(s) >= step.logit_rows), None)
+        sizes = self.mixed_sizes if step.max_q > 1 else []  # a captured step takes another attention kernel
+        size = next((s for s in sizes if s[0] >= need[0] and s[1] >= need[1] and padded_rows(s) >= step.logit_rows), None)
         if size is None:
             logits = self._module(self._buffers.batch(step, self.rows, self._kv.caches))
         else:

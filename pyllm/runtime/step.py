@@ -47,6 +47,7 @@ class StepBuffers:
 
     most_rows: tokens of a sequence that attention takes in one step; a longer chunk goes as several sequences over the same pages, which
     comes to the same, as all keys of a step are stored before any is read.
+    guess_rows: sequences that guesses go as, one row each; 0: the guesses of a request are one sequence.
     All index arrays live in one int32 array, the page table last and dense at the step's width, so that a step is one copy of what it uses.
     """
 
@@ -61,9 +62,10 @@ class StepBuffers:
         vocab: int,
         device: torch.device,
         most_rows: int | None = None,
+        guess_rows: int = 0,
     ) -> None:
-        self._most_rows = most_rows
-        t, b = max_tokens, max_batch + (max_tokens // most_rows if most_rows else 0)
+        self._most_rows, self._guess_rows = most_rows, guess_rows
+        t, b = max_tokens, max(max_batch + (max_tokens // most_rows if most_rows else 0), guess_rows)
         sizes = {"ids": t, "positions": t, "slots": t, "q_starts": b + 1, "kv_lens": b, "seq_lens": b, "logit_rows": t}
         sizes |= {"rows": b, "sampled_rows": b, "page_table": b * max_pages}
         self._at, end = {}, 0
@@ -91,9 +93,9 @@ class StepBuffers:
         packer.begin(width)
         for r in plan.decodes:
             packer.add(_UNKNOWN, r.next_position, r.pages, 1)
-        for c in plan.drafts:
-            packer.add(c.request.tokens[c.start : c.start + c.count], c.start, c.request.pages, c.count)
-        pieces = [Chunk(c.request, c.start, c.count) for c in plan.drafts]
+        pieces = [p for c in plan.drafts for p in ([Chunk(c.request, c.start + i, 1) for i in range(c.count)] if self._guess_rows else [c])]
+        for p in pieces:
+            packer.add(p.request.tokens[p.start : p.start + p.count], p.start, p.request.pages, p.count)
         for c in plan.chunks:
             every = c.request.params.prompt_logprobs is not None
             if every and c.start < len(c.request.prompt_token_ids) - 1:
@@ -113,7 +115,8 @@ class StepBuffers:
         a["seq_lens"][:b] = [*ends[:decodes], *known]
         a["rows"][:b] = [*(r.row for r in plan.decodes), *(p.request.row for p in pieces)]
         a["sampled_rows"][:n] = [r.row for r in requests]
-        max_q = max([2, *(p.count for p in pieces)])  # 1 is a step of rows alone: another attention kernel, whose bits differ
+        # 1 is a step of rows alone: another attention kernel, whose bits differ.
+        max_q = 1 if plan.drafts and self._guess_rows else max([2, *(p.count for p in pieces)])
         return PackedStep(packer.tokens, b, width, packer.rows, max_q, requests, sample_at, prompt_rows)
 
     def batch(self, step: PackedStep, rows: Rows, caches: Mapping[int, KvCache]) -> Batch:

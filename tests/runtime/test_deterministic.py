@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyllm import LLM, KvCacheConfig, NGramDecodingConfig, SamplingParams, SchedulerConfig
+from pyllm import LLM, KvCacheConfig, SamplingParams, SchedulerConfig
 from pyllm.layers import bind
 from pyllm.models import spec_from_config
 from pyllm.runtime.apart import apart
-from pyllm.runtime.dummy import SHAPES
+from pyllm.runtime.dummy import SHAPES, DummyWeights
 from pyllm.runtime.engine import Engine
 from tests.runtime.fake import FakeModel, expected
 from tests.runtime.test_engine import assert_idle, make
@@ -86,6 +86,30 @@ def test_bits_do_not_depend_on_company_cache_and_time(requests, abort, overlap, 
     assert_idle(engine)
 
 
+@pytest.mark.parametrize("draft_model", [None, (tiny_spec(), WEIGHTS), (tiny_spec(), tiny_weights(5))])
+@pytest.mark.parametrize("graphs", [{}, {"graph_sizes": [4], "mixed_sizes": [8, 40]}])
+def test_guessing_leaves_the_same_bits_in_the_cache(draft_model, graphs) -> None:
+    """Tokens, and all keys and values: what is verified is computed as it would be without guesses."""
+    prompts, got = [[7] * 30, [1, 2, 3] * 9, prompt_of(20, 5)], []
+    for options in ({}, {"draft_len": 4, "draft_model": draft_model, **graphs}):
+        each = []
+        for company in ([], prompts[:2]):
+            engine, pages = tiny(**options), None
+            requests = [engine.submit(p, SamplingParams(max_tokens=50, ignore_eos=True)) for p in (prompts[2], *company)]
+            while not requests[0].finished:
+                engine.step()
+                pages = requests[0].pages if len(requests[0].pages) else pages
+            known = requests[0].length - 1
+            keys = [t[pages].flatten(0, 1)[:known].clone() for c in engine.kv.caches.values() for t in (c.k, c.v)]
+            engine.run()
+            each.append((requests[0].token_ids, keys))
+        assert (engine.drafted > 0) == bool(options)
+        got += each
+    for tokens, keys in got[1:]:
+        assert tokens == got[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(keys, got[0][1], strict=True))
+
+
 def test_a_reused_prefix_has_the_bits_of_a_computed_one() -> None:
     engine = tiny()
     got = []
@@ -136,7 +160,6 @@ def test_apart_gives_the_rows_in_their_order() -> None:
     ("options", "text"),
     [
         ({"scheduler_config": SchedulerConfig(capacity_scheduler_policy="MAX_UTILIZATION")}, r"with reserve=False \(MAX_UTILIZATION\)"),
-        ({"speculative_config": NGramDecodingConfig()}, "with guessing, expected one of them"),
         ({"max_num_tokens": 15}, "chunk is 15, expected at least a page of 64 tokens"),
     ],
 )
@@ -200,6 +223,25 @@ def test_on_a_gpu_bits_do_not_depend_on_company(quant, kv) -> None:
             for params, want in zip(each, alone, strict=True):
                 got = llm.generate([*others, *prompts], params, use_tqdm=False, cache_salt=salt)
                 assert [o.outputs[0].logprobs for o in got[len(others) :]] == want
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_guessing_changes_no_bit() -> None:
+    spec = spec_from_config(GPU_CONFIG)
+    weights = DummyWeights(spec, "cuda", torch.bfloat16)
+    prompts, got = [[5, 6, 7, 8] * 30, [9] * 64, list(range(100))], []
+    for draft in ({}, {"draft_len": 4}, {"draft_len": 3, "draft_model": (spec, weights)}):
+        engine = Engine(spec, weights, device="cuda", dtype=torch.bfloat16, max_tokens=4096, max_batch=4, deterministic=True, **draft)
+        requests = [engine.submit(p, SamplingParams(max_tokens=100, ignore_eos=True)) for p in prompts]
+        engine.step()
+        pages = [r.pages for r in requests]
+        engine.run()
+        assert (engine.drafted > 0) == bool(draft)
+        keys = [c.k[p].flatten(0, 1)[: r.length - 1] for c in engine.kv.caches.values() for r, p in zip(requests, pages, strict=True)]
+        got.append(([r.token_ids for r in requests], keys))
+    for tokens, keys in got[1:]:
+        assert tokens == got[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(keys, got[0][1], strict=True))
 
 
 @pytest.mark.gpu
