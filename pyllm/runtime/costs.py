@@ -137,7 +137,7 @@ def _(spec: MLA, ctx: Context, path: str) -> Iterator[Row]:
         if isinstance(child, RMSNorm):
             yield ctx.row(path, child.name, "rms_norm", 2 * ctx.tokens * child.d * ctx.item + 4 * child.d, 0, f"{child.d}")
         else:
-            yield from rows(child, ctx, path)
+            yield from rows(child, replace(ctx, open=False), path)
     yield ctx.row(path, "as heads", "copy", 6 * ctx.tokens * heads * spec.head_dim * ctx.item, 0, f"3x{heads}x{spec.head_dim}")
     yield from _project_rows(spec, ctx, path, heads, heads)
     yield _attend_row(spec, ctx, path, heads, heads)

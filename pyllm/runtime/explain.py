@@ -117,9 +117,10 @@ def explain(
         out += _position_rows(spec.positions, ctx)
     for sub in spec.subs:
         path, here = join(sub.at, getattr(sub.body, "at", "")), ctx
-        if type(sub.body) in (Attn, MLP):  # the layers that hand their norm to a product
-            into = tp == 1 and not sub.post and sub.scale == 1.0
-            here = replace(ctx, normed=sub.pre is not None, streamed=isinstance(sub.pre, RMSNorm) and prev is None, open=into)
+        if isinstance(sub.body, (Attn, MLP)):
+            hands = type(sub.body) in (Attn, MLP)  # its norm to its first product
+            streamed, into = isinstance(sub.pre, RMSNorm) and prev is None, tp == 1 and not sub.post and sub.scale == 1.0
+            here = replace(ctx, normed=hands and sub.pre is not None, streamed=hands and streamed, open=into)
         if not norm_inside(sub, here, path):
             out += edge_rows(ctx, d, prev, sub.pre, sub.at, normed_e4m3(sub.body, here, path))
         out += [_moved(r, sub.at) for r in rows(sub.body, here, path)]

@@ -47,7 +47,7 @@ def adds(linear: Any, ctx: Context, path: str) -> bool:
 
 
 def _product(body: Spec, last: bool) -> Any:
-    if type(body) not in (Attn, MLP):
+    if not isinstance(body, (Attn, MLP)) or not (last or type(body) in (Attn, MLP)):
         return None
     first, final = ("qkv", "o") if isinstance(body, Attn) else ("up", "down")
     return dict(nodes(body))[final if last else first]
