@@ -223,7 +223,7 @@ def _fp8_fake(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, 
 
 
 def _check_fp8_gated(*product: Any, act: int) -> None:
-    _check_fp8(*product, op="linear_fp8_gated")
+    _check_fp8(*product, "linear_fp8_gated")
     check(0 <= act < len(ACTS), "linear_fp8_gated", "act", f"is {act}, expected 0 to 3 (silu, gelu, gelu_tanh, relu2)")
 
 

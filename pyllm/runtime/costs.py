@@ -91,7 +91,7 @@ def _(spec: Linear, ctx: Context, path: str) -> Iterator[Row]:
     yield from linear_rows(spec, ctx, path)
 
 
-def linear_rows(spec: Linear, ctx: Context, path: str, given: bool = False, norm: bool = False, act: str = "") -> Iterator[Row]:
+def linear_rows(spec: Any, ctx: Context, path: str, given: bool = False, norm: bool = False, act: str = "") -> Iterator[Row]:
     """given: the op that computed the input has already rounded it to what the format multiplies. norm, act: inside the product."""
     w = spec.weights()["weight"]
     n, k = sum(w.sizes(ctx.tp, path)), w.local_cols(ctx.tp, path) or 0
