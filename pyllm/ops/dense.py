@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -222,21 +220,22 @@ def _fp8_fake(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, 
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=HALVES[fp16])
 
 
-def _check_fp8_gated(*product: Any, act: int) -> None:
-    _check_fp8(*product, "linear_fp8_gated")
-    check(0 <= act < len(ACTS), "linear_fp8_gated", "act", f"is {act}, expected 0 to 3 (silu, gelu, gelu_tanh, relu2)")
+def _check_fp8_gated(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, fp16: bool, act: int) -> None:
+    op = "linear_fp8_gated"
+    _check_fp8(x, weight, x_scale, weight_scale, bias, fp16, op)
+    check(0 <= act < len(ACTS), op, "act", f"is {act}, expected 0 to 3 (silu, gelu, gelu_tanh, relu2)")
 
 
 def _fp8_gated_reference(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, fp16: bool, act: int
 ) -> Tensor:
-    _check_fp8_gated(x, weight, x_scale, weight_scale, bias, fp16, act=act)
+    _check_fp8_gated(x, weight, x_scale, weight_scale, bias, fp16, act)
     gate, up = _fp8_product(x, weight, x_scale, weight_scale, bias).chunk(2, dim=1)
     return (activation(gate, act) * up).to(HALVES[fp16])
 
 
 def _fp8_gated_fake(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, fp16: bool, act: int) -> Tensor:
-    _check_fp8_gated(x, weight, x_scale, weight_scale, bias, fp16, act=act)
+    _check_fp8_gated(x, weight, x_scale, weight_scale, bias, fp16, act)
     return x.new_empty((x.shape[0], weight.shape[0] // 2), dtype=HALVES[fp16])
 
 
