@@ -23,10 +23,9 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
 QWEN2_SPLIT = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-GPT4O_SPLIT = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_BEFORE, _CASED = r"[^\r\n\p{L}\p{N}]?", r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT4O_SPLIT = f"{_BEFORE}{_UPPER}*{_LOWER}+{_ENDINGS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_ENDINGS}?|" + r"\p{N}{1,3}" + _CASED
+TEKKEN_SPLIT = f"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|" + r"\p{N}" + _CASED
 
 
 def _gpt2() -> Any:
@@ -60,6 +59,8 @@ PRE_TOKENIZERS: dict[str, Pre] = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "qwen2": Pre(partial(_regex, QWEN2_SPLIT), nfc=True),
+    "dbrx": Pre(partial(_regex, LLAMA3_SPLIT)),
+    "tekken": Pre(partial(_regex, TEKKEN_SPLIT), whole_words=True, bos=True),
     "gpt-4o": Pre(partial(_regex, GPT4O_SPLIT), whole_words=True),
 }
 
