@@ -160,8 +160,8 @@ class Fp8(Format):
         weight, scale = ops.quantize_fp8(rows.flatten(0, -2), "token")
         return {"weight": weight.view(rows.shape), "weight_scale": scale.view(rows.shape[:-1])}
 
-    def matmul(self, m: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self.matmul_e4m3(m, *ops.quantize_fp8(x, "token"), bias, x.dtype)
+    def matmul(self, m: Any, x: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
+        return self.matmul_e4m3(m, *ops.quantize_fp8(x, "token"), bias, x.dtype, gate)
 
     def gates(self, rows: int, n: int, k: int, dtype: torch.dtype, device: str) -> bool:
         return rows >= GATE_ROWS_FP8 and n % 16 == 0

@@ -132,6 +132,15 @@ def test_the_gate_in_the_epilogue(monkeypatch: pytest.MonkeyPatch):
     assert 0 < (got - want).norm() < 0.05 * want.norm()
 
 
+def test_the_gate_behind_a_plain_tensor(monkeypatch: pytest.MonkeyPatch):
+    """As a shared expert gets it: no norm to take the rounding over."""
+    monkeypatch.setattr(formats, "GATE_ROWS_FP8", 4)
+    state = {f"mlp.{n}_proj.weight": normal(*s) * 0.1 for n, s in (("gate", (96, 64)), ("up", (96, 64)), ("down", (64, 96)))}
+    x = normal(5, 64)
+    fused, separate = (bind(MLP("mlp", 64, 96), state, quant=(("*", Fp8()),), fuse=fuse)(x, None) for fuse in (True, False))
+    assert 0 < (fused - separate).norm() < 0.05 * separate.norm()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("quant", [(), (("*", Fp8()),)])
 def test_an_mlp_of_many_rows_on_the_gpu(quant, monkeypatch: pytest.MonkeyPatch):
