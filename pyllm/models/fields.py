@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -24,6 +23,8 @@ READ = {
 }  # fmt: skip
 NUMBERS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "layer_norm_eps", "rope_local_base_freq",
             "attn_scale", "floor_scale", "attention_chunk_size", "clip_qkv")  # fmt: skip
+NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size", "clip_qkv")
+LEAST, MOST = 1e-30, 1e30  # of any number: fp32 holds its square root's inverse, and products of a few
 FACTORS = ("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "swiglu_alpha",
            "swiglu_limit", "routed_scaling_factor")  # fmt: skip
 SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "shared_expert_intermediate_size",
@@ -140,14 +141,14 @@ def size(config: Mapping[str, Any], name: str, default: int | None = None, least
 def number(config: Mapping[str, Any], name: str, default: float | None = None, where: str = "config") -> float:
     value = config.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"{where}: {name} is {value!r}, expected a positive number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not LEAST <= value <= MOST:
+        raise ValueError(f"{where}: {name} is {value!r}, expected a positive number, from {LEAST:g} to {MOST:g}")
     return float(value)
 
 
 def numbers(config: Mapping[str, Any], read: set[str]) -> dict[str, float | None]:
-    """What one architecture or another has: a null number is none, a null factor of one that has it is an error, as in transformers."""
-    needed = read & set(FACTORS)
+    """What one architecture or another has: of one that has it null is an error, as in transformers, but for those that may be none."""
+    needed = read & (set(FACTORS) | set(NUMBERS) - set(NULLABLE))
     names = (*NUMBERS, *FACTORS)
     return {n: None if n not in needed and config.get(n) is None else number(config, n) for n in names}
 

@@ -29,7 +29,7 @@ def check_places(config: Mapping[str, Any]) -> None:
         if not isinstance(found, dict) or any(isinstance(v, dict) for v in found.values()):
             continue
         for name, value in found.items():
-            field, value = ("rope_type", {"su": "longrope"}.get(value, value)) if name in ("type", "rope_type") else (name, value)
+            field, value = ("rope_type", "longrope" if value == "su" else value) if name in ("type", "rope_type") else (name, value)
             if value is None:
                 continue
             where = f"{place}: {name}" if place else name
@@ -64,6 +64,13 @@ def local(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "rope_theta": config["rope_local_base_freq"], "rope_scaling": None, "rope_parameters": {"full_attention": own}}
 
 
+def _positions(count: float) -> int:
+    most = fields.LIMITS["max_position_embeddings"]
+    if not 1 <= count <= most:
+        raise ValueError(f"config: rope_parameters make {count:g} positions, expected 1 to {most}")
+    return int(count)
+
+
 def rope(config: Mapping[str, Any], c: SimpleNamespace) -> Rope:
     p, longest = _rope_fields(config), c.max_position_embeddings
     kind = p.get("rope_type", p.get("type", "default"))
@@ -82,24 +89,24 @@ def rope(config: Mapping[str, Any], c: SimpleNamespace) -> Rope:
     def maybe(name: str) -> float | None:
         return number(name) if name in p else None
 
-    original = int(number("original_max_position_embeddings", longest))
+    original = _positions(number("original_max_position_embeddings", longest))
     scaling: Scaling | None
     if kind == "default":
         scaling = None
     elif kind == "linear":
         scaling = LinearScaling(number("factor"))
-        longest = int(longest * scaling.factor)
+        longest = _positions(longest * scaling.factor)
     elif kind == "dynamic":
         scaling = DynamicNtk(number("factor"), longest)
-        longest = int(longest * scaling.factor)
+        longest = _positions(longest * scaling.factor)
     elif kind == "llama3":
         scaling = Llama3(number("factor"), number("low_freq_factor"), number("high_freq_factor"), original)
     elif kind == "yarn":
         scaling = Yarn(
             number("factor", longest / original), original, number("beta_fast", 32.0), number("beta_slow", 1.0),
-            maybe("attention_factor"), maybe("mscale"), maybe("mscale_all_dim"), bool(p.get("truncate", True)),
+            maybe("attention_factor"), maybe("mscale"), maybe("mscale_all_dim"), fields.flag({"truncate": True} | p, "truncate"),
         )  # fmt: skip
-        longest = max(longest, int(original * scaling.factor))
+        longest = max(longest, _positions(original * scaling.factor))
     elif kind in ("longrope", "su"):
         factor = number("factor", longest / original)
         scaling = LongRope(factors("short_factor"), factors("long_factor"), original, factor, maybe("attention_factor"))
@@ -108,7 +115,7 @@ def rope(config: Mapping[str, Any], c: SimpleNamespace) -> Rope:
     beta = "llama_4_scaling_beta"
     c.llama_4_scaling_beta = maybe(beta) if c.reads_beta else None
     warn_unread((k for k in p if k not in ROPE | ({beta} if c.reads_beta else set())), "config: rope_parameters")
-    dim = c.rotary_dim or int(c.head_dim * number("partial_rotary_factor", 1.0))
+    dim = c.rotary_dim or int(min(c.head_dim * number("partial_rotary_factor", 1.0), 1e9))
     if dim % 2 or not 0 < dim <= c.head_dim:
         raise ValueError(f"config: head_dim is {c.head_dim}, of which {dim} are rotated, expected an even number from 2 to head_dim")
     return Rope(dim, number("rope_theta", 1e4), longest, scaling)

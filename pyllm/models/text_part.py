@@ -25,7 +25,7 @@ def text_config(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(inner, Mapping):
         raise ValueError(f"config: text_config is {inner!r}, expected an object")
     kind = inner.get("model_type") or next(iter(kinds))
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"config: text_config: model_type is {kind!r}, expected {' or '.join(map(repr, kinds))}")
     outer = {n: config[n] for n in ("tie_word_embeddings", "quantization_config") if config.get(n) is not None}
     flag(outer, "tie_word_embeddings")
