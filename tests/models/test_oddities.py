@@ -60,7 +60,7 @@ def test_two_places_that_agree_are_one() -> None:
      (dict(partial_rotary_factor=0.01), "head_dim is 16, of which 0 are rotated"),
      (dict(hidden_size=66), "head_dim is absent and hidden_size=66 is not a multiple of num_attention_heads=4"),
      (dict(num_key_value_heads=0), "num_key_value_heads is 0, expected a positive integer"),
-     (dict(rope_scaling=dict(type="linear", factor=1e308)), "rope_parameters make .* positions, expected 1 to 16777216"),
+     (dict(rope_scaling=dict(type="linear", factor=1e20)), "rope_parameters make .* positions, expected 1 to 16777216"),
      (dict(rope_scaling=dict(type="yarn", factor=2.0, original_max_position_embeddings=0.5)), "rope_parameters make 0.5 positions"),
      (dict(rope_scaling=dict(type="yarn", factor=2.0, truncate="no")), "truncate is 'no', expected true or false")],
 )  # fmt: skip
