@@ -1,0 +1,52 @@
+"""From a directory to tokens: `LLM` on files that transformers saved, in a batch with chunked prompts, against its own greedy choice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pyllm import LLM, SamplingParams
+from tests.models import test_deepseek, test_gpt_oss, test_text_part
+
+pytest.importorskip("transformers")
+
+PROMPTS = [[5, 9, 3], list(range(1, 41)), [7] * 17]
+
+
+def deepseek(folder: Path) -> Any:
+    model = test_deepseek.make("v3-yarn")[0]
+    model.save_pretrained(folder)
+    return model
+
+
+def mxfp4(folder: Path) -> Any:
+    model, config, state = test_gpt_oss.packed("gpt-oss")
+    save_file({k: t.contiguous() for k, t in state.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def text_part(folder: Path) -> Any:
+    return test_text_part.make("gemma3", folder)
+
+
+@pytest.mark.parametrize("make", [deepseek, mxfp4, text_part], ids=lambda f: f.__name__)
+def test_greedy_tokens(make: Callable[[Path], Any], tmp_path: Path) -> None:
+    model = make(tmp_path)
+    with LLM(tmp_path, device="cpu", max_num_tokens=16, skip_tokenizer_init=True, progress=False) as llm:
+        done = llm.generate(PROMPTS, SamplingParams(max_tokens=10, ignore_eos=True), use_tqdm=False)
+    for prompt, out in zip(PROMPTS, done, strict=True):
+        ids = list(prompt)
+        for token in out.outputs[0].token_ids:
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+            best = logits.max()
+            assert logits[token] >= best - 2e-4 * logits.abs().max()  # the choice up to the error that the models are checked to, twice
+            ids.append(token)
+        assert len(ids) == len(prompt) + 10
