@@ -162,7 +162,7 @@ def report(llm: LLM, model: str, load_format: str, quantization: str | None, mea
             "world_size": 1,
             "max_batch_size": e.max_batch,
             "max_num_tokens": e.chunk,
-            "scheduling_policy": "GUARANTEED_NO_EVICT" if e.reserves else "MAX_UTILIZATION",
+            "scheduling_policy": "GUARANTEED_NO_EVICT" if e.reserve else "MAX_UTILIZATION",
             "kv_cache_tokens": e.pool.total * e.kv.page_size,
             "kv_cache_bytes": e.kv.bytes,
         },

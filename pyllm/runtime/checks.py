@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
 
 from pyllm.ops.attention import DECODE_DIMS, PREFILL_FP8_DIMS
 from pyllm.runtime.kv import ONE_BYTE, SlotSizes
+from pyllm.runtime.params import id_tuple
 from pyllm.runtime.schedule import LOGIT_ROWS
 
 # Share of the free memory that the KV pool takes when no size is given: the rest is for activations, and a CPU's memory is everybody's.
@@ -37,15 +38,17 @@ def check_sizes(sizes: Mapping[str, int], optional: Mapping[str, int | None], po
         raise ValueError(f"Engine: max_length is {length}, expected at most the model's context of {positions}")
 
 
-def check_types(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, weights: object) -> torch.dtype:
-    """kv_dtype."""
+def check_types(
+    device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, weights: object, eos_ids: Iterable[int]
+) -> tuple[torch.dtype, frozenset[int]]:
+    """kv_dtype and eos_ids."""
     if device.type not in POOL_SHARE:
         raise ValueError(f"Engine: device is {device}, expected cpu or cuda")
     if kv_dtype not in (dtype, *ONE_BYTE):
         raise ValueError(f"Engine: kv_dtype is {kv_dtype}, expected {dtype} like dtype, torch.float8_e4m3fn or torch.int8")
     if not isinstance(weights, Mapping) and not callable(weights):
         raise ValueError(f"Engine: weights is {weights!r}, expected a mapping of tensors or a bound module")
-    return kv_dtype
+    return kv_dtype, frozenset(id_tuple("Engine: eos_ids", eos_ids))
 
 
 def check_int8(spec: DecoderSpec, dtype: torch.dtype, cuda: bool) -> None:

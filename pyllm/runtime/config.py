@@ -34,26 +34,27 @@ class _Config(Checked):
 @dataclass(frozen=True, kw_only=True)
 class KvCacheConfig(_Config):
     """enable_block_reuse: keep the pages of known prefixes for later requests. enable_partial_reuse: where a prompt parts from them inside
-    a page, read the page's beginning too.
+    a page, read the page's beginning too. host_cache_size: bytes of pinned host memory for pages that others get.
+    event_buffer_max_size: keep the latest so many events for `LLM.get_kv_cache_events`.
     free_gpu_memory_fraction: share of the memory that is free once weights and activations have theirs. max_tokens: at most so many.
     tokens_per_block: 16, 32, 64 or 128. dtype: "auto" (the model's), "fp8" or "int8".
     """
 
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = True
+    host_cache_size: int = 0
+    event_buffer_max_size: int = 0
     free_gpu_memory_fraction: float = 0.9
     max_tokens: int | None = None
     tokens_per_block: int = 64
     dtype: str = "auto"
 
     HINTS: ClassVar[dict[str, str]] = {
-        "host_cache_size": "the cache lives on the device alone; a larger free_gpu_memory_fraction or dtype='fp8' holds more tokens",
-        "onboard_blocks": "the cache lives on the device alone",
-        "secondary_offload_min_priority": "the cache lives on the device alone",
+        "onboard_blocks": "blocks in the host's memory are always brought back when they are asked for",
+        "secondary_offload_min_priority": "blocks have no priorities; the least recently used one goes first",
         "max_attention_window": "sliding windows are a property of the model's declaration (Attn.window)",
         "sink_token_length": "attention sinks are a property of the model's declaration (Attn.sinks)",
         "copy_on_partial_reuse": "a part of a block is always reused by a copy; enable_partial_reuse=False turns it off",
-        "event_buffer_max_size": "there are no cache events",
         "max_gpu_total_bytes": "use max_tokens or free_gpu_memory_fraction",
         "gpu_memory_utilization": "use free_gpu_memory_fraction, a share of the memory that is free after loading",
         "block_size": "use tokens_per_block",
@@ -69,6 +70,8 @@ class KvCacheConfig(_Config):
             "more than 0, at most 1",
         )
         self._need_count("max_tokens")
+        for name in ("host_cache_size", "event_buffer_max_size"):
+            self._need(name, type(getattr(self, name)) is int and getattr(self, name) >= 0, "an integer, at least 0")
         self._need("tokens_per_block", self.tokens_per_block in PAGE_SIZES, f"one of {', '.join(map(str, PAGE_SIZES))}")
         self._need("dtype", self.dtype in CACHE_DTYPES, " or ".join(map(repr, CACHE_DTYPES)))
 

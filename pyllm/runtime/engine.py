@@ -14,15 +14,14 @@ from pyllm.runtime.batch import Batch
 from pyllm.runtime.calibrate import find_scales
 from pyllm.runtime.checks import POOL_SHARE, DecoderSpec, check_draft, check_sizes, check_types, grid_of
 from pyllm.runtime.draft import DraftModel, accepted, by_lookup
-from pyllm.runtime.graph import graph_sizes as default_sizes
-from pyllm.runtime.graph import token_sizes
 from pyllm.runtime.host import BlockPool
 from pyllm.runtime.kv import KvPool, free_bytes
-from pyllm.runtime.params import SamplingParams, id_tuple
+from pyllm.runtime.offload import watched
+from pyllm.runtime.params import SamplingParams
 from pyllm.runtime.request import Chunk, Request, check_order, new_request
 from pyllm.runtime.runner import Flight, Runner
 from pyllm.runtime.schedule import Scheduler
-from pyllm.runtime.windows import Stored, Windows, count_pages
+from pyllm.runtime.windows import Stored, Windows, count_pages, step_sizes
 
 
 class Engine:
@@ -36,9 +35,10 @@ class Engine:
     kv_dtype: of the cache, default `dtype`; float8_e4m3fn and int8 take `kv_scales` (slot -> (k_scale, v_scale)), and int8 finds its own
     without them. eos_ids: the model's end tokens.
     reserve=False admits more requests than the pool can hold in the end, and computes some anew when it is full. reuse: keep the pages of
-    known prefixes; partial: and read a page's beginning where a prompt parts from it. overlap: launch a step before the tokens of the one
-    before are read (None: on a GPU); `step` then returns the requests of the step before. graph_sizes: batch sizes of decode steps,
-    captured as CUDA graphs on a GPU; None: chosen by max_batch there; [] off.
+    known prefixes; partial: and read a page's beginning where a prompt parts from it. tiers: bytes of the host's memory for pages that
+    others get, and how many events to keep of what comes and goes. overlap: launch a step before the tokens of the one before are read
+    (None: on a GPU); `step` then returns the requests of the step before. graph_sizes: batch sizes of decode steps, captured as CUDA graphs
+    on a GPU; None: chosen by max_batch there; [] off.
     mixed_sizes: the same for numbers of tokens of steps with prompts; None: up to 1024 where graph_sizes is not [].
     draft_len: guess so many tokens of each greedy request from what followed its last draft_ngram tokens before, or with draft_model, a
     second (declaration, weights or bound module) of the same vocabulary, what that one would say; runs without overlap.
@@ -69,6 +69,7 @@ class Engine:
         reserve: bool = True,
         reuse: bool = True,
         partial: bool = False,
+        tiers: tuple[int, int] = (0, 0),
         overlap: bool | None = None,
         graph_sizes: Sequence[int] | None = None,
         mixed_sizes: Sequence[int] | None = None,
@@ -80,29 +81,28 @@ class Engine:
     ) -> None:
         sizes = {"max_batch": max_batch, "chunk": chunk, "page_size": page_size, "draft_ngram": draft_ngram}
         check_sizes(sizes, {"pages": pages, "max_tokens": max_tokens, "max_length": max_length}, spec.max_positions)
-        self.spec, self.device, self.eos_ids = spec, torch.device(device), frozenset(id_tuple("Engine: eos_ids", eos_ids))
-        kv_dtype = check_types(self.device, dtype, kv_dtype or dtype, weights)
+        self.spec, self.device, self.max_length = spec, torch.device(device), max_length or spec.max_positions
+        kv_dtype, self.eos_ids = check_types(self.device, dtype, kv_dtype or dtype, weights, eos_ids)
         cuda, most = self.device.type == "cuda", max_batch * (1 + draft_len) + chunk
         module = self._bound(spec, weights, dtype, deterministic)
         grid = grid_of(spec, module, cuda, kv_dtype, page_size, chunk, reserve) if deterministic else 0
-        self.dtype, self.max_batch, self.chunk, self.max_length = dtype, max_batch, chunk, max_length or spec.max_positions
+        self.dtype, self.max_batch, self.chunk, self.reserve = dtype, max_batch, chunk, reserve
         stored = [(spec, kv_dtype)] if draft_model is None else [(spec, kv_dtype), (draft_model[0], dtype)]
         pages = pages or self._pages(max_tokens, memory_share, spare_bytes, page_size, most, stored)
         windows = Windows.of(spec.kv_slots(), page_size, max_batch, most, pages, self.device)
         kv_scales = kv_scales or find_scales(module, spec, dtype, kv_dtype, page_size, self.device)
         self.kv = KvPool(spec.kv_slots(), pages, page_size, kv_dtype, self.device, kv_scales, windows.each)
-        self.pool, self._pools = BlockPool(pages), [self.kv]
+        self._pools = [self.kv]
         draft = self._draft_model(*draft_model, draft_len) if draft_model else None
-        graph_sizes = graph_sizes if graph_sizes is not None else default_sizes(max_batch) if cuda else ()
-        if mixed_sizes is None and cuda and graph_sizes:
-            mixed_sizes = min((token_sizes(most, s.kv_slots(), dtype, t, page_size) for s, t in stored), key=len)
+        self.pool, moves = watched(BlockPool(pages), self._pools, *tiers, bool(windows))
+        graph_sizes, mixed_sizes = step_sizes(graph_sizes, mixed_sizes, cuda, max_batch, most, stored, dtype, page_size)
         self._runner = Runner(
             module, self.kv, vocab=spec.vocab_size, max_batch=max_batch, max_length=self.max_length, max_tokens=most,
-            decode_sizes=graph_sizes, mixed_sizes=mixed_sizes or (), draft=draft, guess_rows=most - chunk if grid else 0,
+            decode_sizes=graph_sizes, mixed_sizes=mixed_sizes, draft=draft, guess_rows=most - chunk if grid else 0,
         )  # fmt: skip
         self._scheduler = Scheduler(
             self.pool, self._runner.rows, page_size=page_size, max_batch=max_batch, chunk=chunk, reserve=reserve, reuse=reuse,
-            partial=partial, grid=grid, windows=windows,
+            partial=partial, grid=grid, moves=moves, windows=windows,
         )  # fmt: skip
         self._runner.capture(progress)
         self._propose = None if not draft_len else self._runner.guess if draft else by_lookup(draft_len, draft_ngram)
@@ -134,10 +134,6 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._scheduler.running or self._scheduler.waiting or self._flights)
-
-    @property
-    def reserves(self) -> bool:
-        return self._scheduler.reserve
 
     @property
     def preemptions(self) -> int:
@@ -194,9 +190,9 @@ class Engine:
         moved: list[Request] = []
         plan = self._scheduler.schedule(self._propose if self._runner.traits.plain else None)
         if plan is not None:
-            copies = self._scheduler.take_copies()
-            for kv in self._pools if copies else ():
-                kv.copy(copies)
+            moves = self._scheduler.take_moves()
+            for kv in self._pools if moves else ():
+                kv.move(moves)
             self._flights.append(self._runner.launch(plan))
             self._scheduler.launched(plan)
             self.steps += 1
@@ -292,7 +288,7 @@ class Engine:
     def fail(self, message: str) -> None:
         """End every request with an error: the way out when a step has raised."""
         self._flights.clear()
-        self._scheduler.take_copies()
+        self._scheduler.take_moves()
         for request in (*self.running, *self.waiting):
             request.error = message
             self._finish(request, "error")

@@ -6,6 +6,7 @@ The pages start uninitialised: every op reads only the first kv_len keys of a se
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -16,6 +17,7 @@ from torch import Tensor
 from pyllm.runtime.batch import KvCache
 
 if TYPE_CHECKING:
+    from pyllm.runtime.offload import Move
     from pyllm.runtime.windows import WindowPages
 
 PAGE_SIZES = (16, 32, 64, 128)
@@ -68,16 +70,29 @@ class KvPool:
         if unknown:
             raise ValueError(f"KvPool: scales has slot {unknown[0]}, expected some of {', '.join(map(str, slots))}")
         self.caches = {number: self._cache(number, slot, dict(scales or {})) for number, slot in slots.items()}
+        self._host: list[Tensor] = []
         for cache in self.caches.values():  # idle rows of a step read and write the dummy page: finite there, whatever was in memory
             cache.k[0].zero_()
             cache.v[0].zero_()
 
-    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages (from, to) in all caches, in one launch or two."""
+    def add_host(self, pages: int) -> None:
+        """So many pages in the host's memory, pinned: what `move` saves to and loads from."""
+        pinned = self.device.type == "cuda"
+        self._host = [torch.empty(pages, *t.shape[1:], dtype=t.dtype, pin_memory=pinned) for t in self._tensors()]
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copy whole pages of all caches, as told and in that order, without waiting for it."""
+        device = self._tensors()
+        tiers = {"copy": (device, device), "save": (device, self._host), "load": (self._host, device)}
+        for kind, some in itertools.groupby(moves, key=lambda move: move[0]):
+            pairs = [(source, target) for _, source, target in some]
+            sources, targets = tiers[kind]
+            new = [t[source] for t in sources for source, _ in pairs]
+            torch._foreach_copy_([t[target] for t in targets for _, target in pairs], new, non_blocking=True)
+
+    def _tensors(self) -> list[Tensor]:
         each = [t for cache in self.caches.values() for t in (cache.k, cache.v)]
-        if self.dtype in ONE_BYTE:
-            each = [t.view(torch.uint8) for t in each]
-        torch._foreach_copy_([t[to] for t in each for _, to in copies], [t[source] for t in each for source, _ in copies])
+        return [t.view(torch.uint8) for t in each] if self.dtype in ONE_BYTE else each
 
     def _places(self, slot: SlotSizes) -> int:
         small = self._windows.get(slot.window or 0)

@@ -18,6 +18,7 @@ from pyllm.runtime.engine import Engine
 from pyllm.runtime.loop import EngineLoop
 from pyllm.runtime.memory import activation_bytes
 from pyllm.runtime.model import CHUNK, Parts, load_parts
+from pyllm.runtime.offload import WatchedPool
 from pyllm.runtime.outputs import RequestOutput
 from pyllm.runtime.params import SamplingParams
 from pyllm.runtime.progress import progress_bar
@@ -90,7 +91,7 @@ class LLM:
             max_length=max_seq_len, page_size=kv.tokens_per_block, max_tokens=kv.max_tokens, kv_dtype=kv.torch_dtype,
             spare_bytes=max(spare), memory_share=kv.free_gpu_memory_fraction if cuda else None,
             reserve=scheduler.capacity_scheduler_policy == "GUARANTEED_NO_EVICT",
-            reuse=kv.enable_block_reuse, partial=kv.enable_partial_reuse,
+            reuse=kv.enable_block_reuse, partial=kv.enable_partial_reuse, tiers=(kv.host_cache_size, kv.event_buffer_max_size),
             overlap=False if disable_overlap_scheduler else None,
             graph_sizes=graphs.sizes(max_batch_size) if graphs and cuda else [],
             mixed_sizes=graphs.token_sizes(chunk) if graphs and cuda else [],
@@ -168,6 +169,14 @@ class LLM:
         queues = {"running": len(e.running), "waiting": len(e.waiting), "preemptions": e.preemptions}
         drafts = {"drafted_tokens": e.drafted, "accepted_tokens": e.accepted, "acceptance_rate": e.accepted / max(e.drafted, 1)}
         return {**queues, **pages, **drafts, "steps": e.steps, "host_seconds_per_step": e.host_seconds / max(e.steps, 1)}
+
+    def get_kv_cache_events(self) -> list[dict[str, Any]]:
+        """What has come into the cache of prefixes and left it since the last call: `{"event_id": n, "data": {"type": "stored" or
+        "removed", "block_hashes": names of pages}}`, at most the latest `event_buffer_max_size` (gaps in event_id are lost ones)."""
+        pool = self._engine.pool
+        if not isinstance(pool, WatchedPool):
+            raise ValueError("LLM.get_kv_cache_events: none are kept; set kv_cache_config=KvCacheConfig(event_buffer_max_size=...)")
+        return pool.take_events()
 
     def shutdown(self) -> None:
         """End all requests; the object is of no more use."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyllm.runtime.keys import PageTexts, extend_keys, root_key
+from pyllm.runtime.offload import Move, WatchedPool
 from pyllm.runtime.params import MAX_SEED
 from pyllm.runtime.request import Chunk, Plan, Request
 from pyllm.runtime.windows import Windows
@@ -45,7 +46,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockPool,
+        pool: BlockPool | WatchedPool,
         rows: Rows,
         *,
         page_size: int,
@@ -55,12 +56,13 @@ class Scheduler:
         reuse: bool = True,
         partial: bool = False,
         grid: int = 0,
+        moves: list[Move] | None = None,
         windows: Windows | None = None,
     ) -> None:
         """partial: reuse the beginning of a page too, by a copy. grid: 0, or a multiple of page_size, at most chunk and LOGIT_ROWS."""
         self.windows = windows or Windows({}, page_size)
         self._texts = PageTexts(pool.total) if partial and reuse and not grid and not self.windows else None
-        self._copies: list[tuple[int, int]] = []
+        self._moves = [] if moves is None else moves
         self.pool, self.rows, self.grid = pool, rows, grid
         self.page_size, self.max_batch, self.chunk = page_size, max_batch, chunk
         self.reserve, self.reuse = reserve, reuse
@@ -120,10 +122,13 @@ class Scheduler:
         request.sync_tokens()[n : n + len(guesses)] = guesses
         return Chunk(request, at, 1 + len(guesses))
 
-    def take_copies(self) -> list[tuple[int, int]]:
-        """Pages to copy, from and to, before the step that was just scheduled."""
-        copies, self._copies = self._copies, []
-        return copies
+    def take_moves(self) -> list[Move]:
+        """Copies of pages, to be made in this order before the step that was just scheduled."""
+        moves = self._moves[:]
+        self._moves.clear()
+        if isinstance(self.pool, WatchedPool):
+            self.pool.reading.clear()
+        return moves
 
     def launched(self, plan: Plan) -> None:
         """The step is on its way: count it, name the pages it fills, free the rows of those that need no further one."""
@@ -180,9 +185,8 @@ class Scheduler:
         target = request.length
         need = self.pages_needed(request)
         need = need if self.reserve else min(need, target // self.page_size + 1)
-        found = self.pool.allocate(0)
+        found, full, cell = self.pool.allocate(0), 0, self.grid or self.page_size
         if self.reuse and request.params.prompt_logprobs is None:
-            cell = self.grid or self.page_size
             full = (target - 1) // cell * cell // self.page_size  # the last known token is computed in any case: its logits are wanted
             extend_keys(request.keys, root_key(request.salt), request.tokens, full, self.page_size)
             found = self.pool.match(b"".join(request.keys[:full]))
@@ -194,20 +198,29 @@ class Scheduler:
             if len(found) < full and request.keys[len(found)] in coming:
                 self.pool.free(found)
                 return None
-        part, shared = self._part(request, len(found)) if len(found) < need else (found[:0], 0)
+        kept = self.pool.load(request.keys[len(found) : full], cell // self.page_size) if isinstance(self.pool, WatchedPool) else []
+        part, shared = self._part(request, len(found)) if len(found) < need and not kept else (found[:0], 0)
         if need - len(found) > self.pool.available:
             self.pool.free(found)
             self.pool.free(part)
             return False
         fresh = self.pool.allocate(need - len(found))
         if shared:
-            self._copies.append((int(part[0]), int(fresh[0])))
+            self._moves.append(("copy", int(part[0]), int(fresh[0])))
         self.pool.free(part)  # whoever gets it next writes to it after the copy
+        known = self._load(request, kept, len(found), fresh)
         request.pages = found if not len(fresh) else fresh if not len(found) else np.concatenate([found, fresh])
-        request.target, request.computed, request.named = target, len(found) * self.page_size + shared, len(found)
+        ready = len(found) + len(kept)
+        request.target, request.computed, request.named = target, ready * self.page_size + shared, ready if known else -1
         request.cached_tokens = request.computed
         self.windows.admit(request)
         return True
+
+    def _load(self, request: Request, kept: list[int], first: int, fresh: NDArray[np.int32]) -> bool:
+        """Bring pages back from the host, behind the first ones; whether the pool knows them by their names again."""
+        self._moves += [("load", at, page) for at, page in zip(kept, fresh.tolist(), strict=False)]
+        keys = b"".join(request.keys[first : first + len(kept)])
+        return not kept or self.pool.cache(keys, fresh[: len(kept)]) == len(kept)
 
     def _part(self, request: Request, pages: int) -> tuple[NDArray[np.int32], int]:
         """A page, held, whose first tokens are those of the request behind so many reused pages; and how many."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pyllm.runtime.graph import graph_sizes, token_sizes
 from pyllm.runtime.kv import SlotSizes, page_bytes
 from pyllm.runtime.request import Request
 from pyllm.runtime.sample import to_device
@@ -56,6 +57,26 @@ def count_pages(tokens: int, page_size: int, max_batch: int, step: int, stored: 
     (spec, kind), *others = stored
     extra = sum(page_bytes(s.kv_slots(), page_size, t) for s, t in others)
     return min(wanted, pages_within(spec.kv_slots(), page_size, kind, max_batch, step, room, extra))
+
+
+def step_sizes(
+    decode: Sequence[int] | None,
+    mixed: Sequence[int] | None,
+    cuda: bool,
+    max_batch: int,
+    most: int,
+    stored: Stored,
+    dtype: torch.dtype,
+    page_size: int,
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Sizes of the steps that a GPU captures, where they are not given: of decodes, and with prompts if decodes are captured at all."""
+    if not cuda:
+        return decode or (), mixed or ()
+    decode = graph_sizes(max_batch) if decode is None else decode
+    if mixed is None:
+        each = [token_sizes(most, s.kv_slots(), dtype, kind, page_size) for s, kind in stored]
+        mixed = min(each, key=len) if decode else []
+    return decode, mixed
 
 
 class WindowPages:

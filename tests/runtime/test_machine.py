@@ -19,6 +19,7 @@ SWITCHES = st.fixed_dictionaries(
         "reserve": st.booleans(),
         "reuse": st.booleans(),
         "partial": st.booleans(),
+        "tiers": st.sampled_from([(0, 0), (1 << 16, 9)]),
         "graph_sizes": st.sampled_from([(), (3,)]),
         "mixed_sizes": st.sampled_from([(), (8,)]),
         "draft_len": st.sampled_from([0, 0, 3]),
