@@ -300,7 +300,7 @@ def test_shutdown_ends_what_runs() -> None:
         ),
         (lambda f: LLM(f, tokenizer=3), ValueError, "tokenizer is 3"),
         (lambda f: LLM(f, max_batch_size=0), ValueError, "max_batch is 0"),
-        (lambda f: KvCacheConfig(host_cache_size=1), TypeError, "host_cache_size is not supported"),
+        (lambda f: KvCacheConfig(onboard_blocks=True), TypeError, "onboard_blocks is not supported"),
         (lambda f: KvCacheConfig(tokens_per_block=48), ValueError, "tokens_per_block is 48, expected one of 16, 32, 64, 128"),
         (lambda f: KvCacheConfig(free_gpu_memory_fraction=0), ValueError, "free_gpu_memory_fraction is 0"),
         (lambda f: KvCacheConfig(dtype="nvfp4"), ValueError, "dtype is 'nvfp4', expected 'auto' or 'fp8'"),
