@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,14 @@ class Stager:
     def into(self, file: MappedFile, begin: int, out: torch.Tensor) -> None:
         """The bytes of the file from `begin` on into `out`, a flat uint8 tensor of host memory, pinned or not."""
         view = out.numpy().data
-        jobs = [self._pool.submit(file.read_into, begin + at, view[at : at + n]) for at, n in self.pieces(len(view))]
+        self._spread(lambda at, n: file.read_into(begin + at, view[at : at + n]), len(view))
+
+    def _spread(self, run: Callable[[int, int], None], size: int) -> None:
+        """`run` for every piece: the first one here, so that a small tensor wakes no thread."""
+        pieces = list(self.pieces(size))
+        jobs = [self._pool.submit(run, at, n) for at, n in pieces[1:]]
+        for at, n in pieces[:1]:
+            run(at, n)
         for job in jobs:
             job.result()
 
@@ -68,8 +75,7 @@ class Stager:
             finally:
                 self._free.put((buffer, copied))
 
-        for job in [self._pool.submit(move, at, n) for at, n in self.pieces(size)]:
-            job.result()
+        self._spread(move, size)
         return out
 
     def close(self) -> None:
