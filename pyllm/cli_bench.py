@@ -28,6 +28,9 @@ MaxLen = Annotated[int | None, typer.Option(help="Tokens of a request. Default: 
 Fraction = Annotated[float, typer.Option(help="Share of the free memory for the KV cache.")]
 KvDtype = Annotated[str, typer.Option(help="auto, fp8 or int8.")]
 Policy = Annotated[str, typer.Option(help="GUARANTEED_NO_EVICT or MAX_UTILIZATION.")]
+Draft = Annotated[str | None, typer.Option(help="ngram, or a second model: guess tokens, and verify them in one step.")]
+DraftLen = Annotated[int, typer.Option(help="Guesses in a step.")]
+Deterministic = Annotated[bool, typer.Option(help="The same bits for a request in any company.")]
 ReportJson = Annotated[Path | None, typer.Option(help="Write the report here.")]
 Against = Annotated[list[str] | None, typer.Option(help="hf or vllm: run the same requests there, and print the ratio.")]
 Seed = Annotated[int, typer.Option(help="Of the random prompts.")]
@@ -53,6 +56,9 @@ def throughput(
     kv_cache_free_gpu_mem_fraction: Fraction = 0.9,
     kv_cache_dtype: KvDtype = "auto",
     scheduler_policy: Policy = "GUARANTEED_NO_EVICT",
+    draft: Draft = None,
+    draft_len: DraftLen = 4,
+    deterministic: Deterministic = False,
     report_json: ReportJson = None,
     against: Against = None,
     seed: Seed = 0,
@@ -78,6 +84,9 @@ def latency(
     max_seq_len: MaxLen = None,
     kv_cache_free_gpu_mem_fraction: Fraction = 0.9,
     kv_cache_dtype: KvDtype = "auto",
+    draft: Draft = None,
+    draft_len: DraftLen = 4,
+    deterministic: Deterministic = False,
     report_json: ReportJson = None,
     against: Against = None,
     seed: Seed = 0,
@@ -97,6 +106,17 @@ def _concurrencies(sweep: str, concurrency: int) -> list[int]:
     if concurrency != -1:
         raise ValueError("bench: --sweep and --concurrency are both given, expected one of them")
     return [int(p) for p in parts]
+
+
+def _speculative(o: dict[str, Any]) -> Any:
+    from pyllm.runtime.config import DraftTargetDecodingConfig, NGramDecodingConfig
+
+    if o["draft"] is None:
+        return None
+    if o["draft"] == "ngram":
+        return NGramDecodingConfig(max_draft_len=o["draft_len"])
+    how = {"load_format": o["load_format"], "quant": o["quantization"] or ()}
+    return DraftTargetDecodingConfig(speculative_model=o["draft"], max_draft_len=o["draft_len"], **how)
 
 
 def _at_least(command: str, low: int, o: dict[str, Any], *names: str) -> None:
@@ -148,6 +168,8 @@ def _bench(o: dict[str, Any], concurrencies: list[int], default_count: int) -> N
             free_gpu_memory_fraction=o["kv_cache_free_gpu_mem_fraction"], dtype=o["kv_cache_dtype"], enable_block_reuse=False
         ),
         scheduler_config=SchedulerConfig(capacity_scheduler_policy=o["scheduler_policy"]),
+        speculative_config=_speculative(o),
+        deterministic=o["deterministic"],
     )
     reports = []
     with llm:

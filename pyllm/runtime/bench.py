@@ -125,7 +125,9 @@ def measure(llm: LLM, items: Sequence[Item], concurrency: int, *, progress: bool
             "host_ms_per_step": host / max(steps, 1) * 1e3,
             "host_share": host / seconds,
         },
-        "decoding_stats": {"drafted_tokens": drafted, "accepted_tokens": accepted} if drafted else None,
+        "decoding_stats": {"drafted_tokens": drafted, "accepted_tokens": accepted, "acceptance_rate": accepted / drafted}
+        if drafted
+        else None,
         "streaming_metrics": {
             "avg_ttft_ms": float(np.mean(ttft)),
             "avg_tpot_ms": float(np.mean(tpot)) if tpot else None,

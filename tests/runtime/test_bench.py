@@ -85,6 +85,22 @@ def test_the_knee_is_where_the_curve_bends() -> None:
     assert bench.knee([(1, 10)]) == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "drafts"),
+    [((), False), (("--draft", "ngram"), True), (("--draft", "self", "--draft-len", 2), True), (("--deterministic",), False)],
+)
+def test_guessing_and_the_deterministic_mode(folder, tmp_path, options, drafts) -> None:
+    path = tmp_path / "report.json"
+    sizes = ("--input-len", 20, "--output-len", 40, "--num-requests", 2, "--max-num-tokens", 64, "--device", "cpu", "--report-json", path)
+    out = command("bench", "latency", folder, *sizes, *(folder if o == "self" else o for o in options))
+    assert out.exit_code == 0, out.output
+    stats = json.loads(path.read_text())["decoding_stats"]
+    assert (stats is not None) == drafts
+    if drafts:
+        assert stats["acceptance_rate"] == stats["accepted_tokens"] / stats["drafted_tokens"]
+        assert "self" not in options or stats["acceptance_rate"] > 0.9  # a model guesses what it says itself
+
+
 def test_against_a_peer(folder, monkeypatch) -> None:
     args = ("--num-requests", 3, "--input-len", 5, "--output-len", 4, "--load-format", "dummy", *SMALL)
     out = command("bench", "throughput", folder, *args, "--against", "hf")
