@@ -18,7 +18,7 @@ from torch import Tensor
 from pyllm import ops
 from pyllm.layers.spec import Weight
 from pyllm.ops import invariant
-from pyllm.ops.gemm import norm_streams, streams
+from pyllm.ops.gemm import add_streams, norm_streams
 
 QuantPlan = Sequence[tuple[str, "Format | None"]]
 """Ordered (glob over checkpoint names without suffix, Format); the first match wins; None and no match: the model's dtype."""
@@ -113,7 +113,7 @@ class Dense(Format):
 
     def adds(self, rows: int, n: int, k: int, dtype: torch.dtype, device: str) -> bool:
         halves = dtype in (torch.bfloat16, torch.float16) and self.dtype in (None, dtype) and device == "cuda"
-        return halves and k % 8 == 0 and streams(rows, n, k)
+        return halves and k % 8 == 0 and add_streams(rows, n, k)
 
     def matmul_normed(self, m: Any, x: Any, bias: Tensor | None, gate: str | None = None) -> Tensor:
         norm = x.norm

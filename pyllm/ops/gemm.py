@@ -19,6 +19,9 @@ NORMS = {"rms": 0, "layer": 1}
 STREAM_ROWS, STREAM_COLUMNS, STREAM_WEIGHT = 8, 2048, 2**24
 """`linear` and `norm_linear` give x of up to so many rows to `skinny_linear`, against weights of at least so many rows and up to so many
 elements: there it was measured level with or ahead of cuBLAS inside a CUDA graph (one row of bf16)."""
+CHAIN_ROWS = 0
+"""Rows up to which layers take norm, gate and residual into the product. None: a step of Llama 3.2 1B took 1,041 us with them and 1,021
+without (one request; 1,194 and 1,132 for eight), since each CTA reads and sums the rows of x before its first product."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 DENSE_ROWS, DENSE_COLUMNS = 1024, 2048
 """T and N from which `dense_linear` is measured to be as fast as cuBLAS or faster."""
@@ -112,9 +115,14 @@ def dense_wins(m: int, n: int, k: int) -> bool:
 
 
 def norm_streams(m: int, n: int, k: int, gated: bool) -> bool:
-    """Whether the norm ahead of such a product (and the gate behind it) is faster inside skinny_linear than as ops of their own: where the
-    product itself is as fast there as in cuBLAS, and a gated one up to twice that size, since the gate saves two launches."""
-    return streams(m, n, k // 2 if gated else k)
+    """Whether layers leave the norm ahead of such a product (and the gate behind it) to skinny_linear; up to `CHAIN_ROWS` rows, and a gated
+    product up to twice the size of others, since the gate saves two launches."""
+    return m <= CHAIN_ROWS and streams(m, n, k // 2 if gated else k)
+
+
+def add_streams(m: int, n: int, k: int) -> bool:
+    """Whether layers leave the residual behind such a product to skinny_linear."""
+    return m <= CHAIN_ROWS and streams(m, n, k)
 
 
 def _streams(x: Tensor, weight: Tensor) -> bool:
