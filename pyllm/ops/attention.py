@@ -110,7 +110,9 @@ def _int8_attention(
     if q.is_cuda:
         sink = None if sinks is None else sinks.float()
         return torch.ops.pyllm.decode_attention(q, k_cache, v_cache, *paged, scale, window, softcap, sink, k_scale, v_scale, max_q)
-    wide = (c.to(q.dtype) for c in (k_cache, v_cache))  # int8 values are exact in 16 bits
+    used, table = page_table.clamp(0, k_cache.shape[0] - 1).unique(return_inverse=True)
+    wide = (c[used.long()].to(q.dtype) for c in (k_cache, v_cache))  # int8 values are exact in 16 bits
+    paged = (table.to(torch.int32), q_starts, kv_lens)
     return torch.ops.pyllm.composed_attention(q, *wide, *paged, scale, causal, window, softcap, sinks, k_scale, v_scale)
 
 
