@@ -21,7 +21,7 @@ STREAM_ROWS, STREAM_COLUMNS, STREAM_WEIGHT = 8, 2048, 2**24
 elements: there it was measured level with or ahead of cuBLAS inside a CUDA graph (one row of bf16)."""
 CHAIN_ROWS = 0
 """Rows up to which layers take norm, gate and residual into the product. None: a step of Llama 3.2 1B took 1,041 us with them and 1,021
-without (one request; 1,194 and 1,132 for eight), since each CTA reads and sums the rows of x before its first product."""
+without (one request; 1,194 and 1,132 for eight): what each CTA does to the rows of x costs more than the launches that are saved."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 DENSE_ROWS, DENSE_COLUMNS = 1024, 2048
 """T and N from which `dense_linear` is measured to be as fast as cuBLAS or faster."""
@@ -37,8 +37,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rounding.
     Errors: sizes or dtypes that disagree, by name. CUDA: `skinny_linear` for up to 8 rows of bf16 or fp16, N >= 2048 and weights of up to
     2^24 elements where it serves the operands (sm_90, dense rows at multiples of 16 bytes), `dense_linear` from 1024 rows and N = 2048 on
-    (`dense_wins`, which adds 128 to 256 rows of large weights); otherwise cuBLAS through torch. The rule comes from 1 and 16 rows and from
-    128 on; 2 to 8 rows were not timed. weight and bias are constants: a kernel may read them before the kernels ahead of it in the stream have finished.
+    and for 128 to 256 rows of large weights (`dense_wins`), otherwise cuBLAS through torch. The rule comes from 1 and 16 rows and from 128
+    on; 2 to 8 rows were not timed. weight and bias are constants: a kernel may read them before the kernels ahead of it in the stream have
+    finished.
     """
     return torch.ops.pyllm.linear(x, weight, bias)
 
