@@ -132,3 +132,12 @@ def test_a_checkpoint_of_each_kind_opens(demo_path: Path) -> None:
     staged = OnDevice(tensors, "cpu")
     for name in list(tensors)[:12]:
         assert torch.equal(staged[name], tensors[name])
+
+
+def test_the_recorded_speeds_reach_the_goal() -> None:
+    """bench/results/load.jsonl, by `python -m tools.load_speed --record`: at least 70 % of what the machine could read, or copy."""
+    lines = [json.loads(text) for text in (ROOT / "bench" / "results" / "load.jsonl").read_text().splitlines()]
+    assert lines
+    for line in lines:
+        assert line["goal"] == 0.7 and "host" in line["share_of_ceiling"]
+        assert all(share >= line["goal"] for share in line["share_of_ceiling"].values()), line["machine"]
