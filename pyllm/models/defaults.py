@@ -144,6 +144,7 @@ DEFAULTS: dict[str, dict[str, Any]] = MOE_DEFAULTS | {
         "hidden_act": "gelu",
         "ff_ratio": 4,
         "layer_norm_eps": 1e-5,
+        "alibi": False,
         "multi_query": True,
         "parallel_attn": True,
         "new_decoder_architecture": False,

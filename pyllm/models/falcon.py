@@ -1,10 +1,11 @@
-"""Falcon: attention and MLP in parallel under one norm (7B) or one each (40B), q/k/v stored by KV head, a plain MLP, a tied head."""
+"""Falcon: attention and MLP in parallel under one norm (7B) or one each (40B) or in turn with ALiBi (RW), q/k/v stored by KV head."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 from pyllm.layers import MLP, Attn, Decoder, Embedding, LayerNorm, Linear, Part, Split, Sub, Sum, Transform
+from pyllm.models.alibi import alibi
 
 
 def falcon(c: SimpleNamespace) -> Decoder:
@@ -18,8 +19,9 @@ def falcon(c: SimpleNamespace) -> Decoder:
 
     def layer(i: int) -> tuple[Sub, ...]:
         at = f"transformer.h.{i}"
-        attn = Attn("self_attention", d, heads, kv_heads, c.head_dim, kv=i, rope=c.rope, qkv_bias=bias, o_bias=bias,
-                    names=(fused, fused, fused, "dense"), qkv_transform=Transform.UNGROUP)  # fmt: skip
+        attn = Attn("self_attention", d, heads, kv_heads, c.head_dim, kv=i, rope=None if c.alibi else c.rope, qkv_bias=bias,
+                    o_bias=bias, names=(fused, fused, fused, "dense"), qkv_transform=Transform.UNGROUP,
+                    variant=alibi(heads, c.head_dim**-0.5) if c.alibi else None)  # fmt: skip
         mlp = MLP("mlp", d, c.intermediate_size, c.act, gated=False, bias=bias, names=("", "dense_h_to_4h", "dense_4h_to_h"))
         if not new and not c.parallel_attn:
             return Sub(at, norm("input_layernorm"), attn), Sub(at, norm("post_attention_layernorm"), mlp)

@@ -36,7 +36,7 @@ SWITCHES = ("use_bias", "use_qkv_bias", "use_parallel_residual", "scale_attn_wei
              "multi_query", "parallel_attn", "new_decoder_architecture", "attn_temperature_tuning", "rope_interleave",
             "attention_out_bias")  # fmt: skip
 COUNTED_SWITCHES = ("attn_temperature_tuning",)  # the first Llama 4 files say 4
-FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "qkv_bias", "use_qk_norm",
+FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "qkv_bias", "use_qk_norm", "alibi",
           *SWITCHES)  # fmt: skip
 OWN = {
     *NUMBERS, *FACTORS, *SWITCHES, *SIZES, *COUNTS, *CHOICES, "sliding_window_pattern", "num_ln_in_parallel_attn", "use_sliding_window",

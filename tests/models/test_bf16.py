@@ -30,8 +30,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "Cohere2": dict(num_key_value_heads=2, sliding_window=24, head_dim=64),
     "Llama4": dict(num_key_value_heads=2, num_local_experts=1, attention_chunk_size=24, floor_scale=16, intermediate_size_mlp=256),
     "Ministral3": dict(num_key_value_heads=2),
+    "Falcon": dict(alibi=True, multi_query=False, parallel_attn=False),
 }  # fmt: skip
-VARIANTS = {"Llama4", "Ministral3"}  # their attention is compiled at run time
+VARIANTS = {"Falcon", "Llama4", "Ministral3"}  # their attention is compiled at run time
 LENGTH, CUTS = 90, (0, 40, 41, 42, 89, 90)
 
 

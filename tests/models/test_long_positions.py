@@ -12,7 +12,7 @@ import torch
 
 from pyllm.layers import bind
 from pyllm.models import spec_from_config
-from tests.models import oracle, test_gemma3, test_gpt_neox, test_llama4
+from tests.models import oracle, test_falcon, test_gemma3, test_gpt_neox, test_llama4
 from tests.models.paged import Paged
 
 pytest.importorskip("transformers")
@@ -35,6 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"llama-{n}": ("Llama", dict(max_position_embeddings=SHORT.get(n, 16384), rope_parameters=r)) for n, r in ROPES.items()},
     "glm4-interleaved": ("Glm4", dict(max_position_embeddings=16384)),
     "neox-partial": ("GPTNeoX", dict(max_position_embeddings=16384)),
+    "falcon-alibi": ("Falcon", dict(alibi=True, hidden_size=32, num_attention_heads=2)),
     "mistral-window": ("Mistral", dict(max_position_embeddings=16384, sliding_window=4100)),
     "gemma3-local": ("Gemma3", dict(max_position_embeddings=16384, sliding_window=4100, layer_types=["sliding_attention"],
                                     query_pre_attn_scalar=16)),
@@ -55,7 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make(name: str) -> oracle.Made:
     kind = CASES[name][0]
-    module = {"GPTNeoX": test_gpt_neox, "Gemma3": test_gemma3, "Llama4": test_llama4}.get(kind)
+    module = {"Falcon": test_falcon, "GPTNeoX": test_gpt_neox, "Gemma3": test_gemma3, "Llama4": test_llama4}.get(kind)
     with mock.patch.object(oracle, "SIZES", ONE):
         if module is None:
             return oracle.make(name, *CASES[name])
@@ -66,7 +67,8 @@ def make(name: str) -> oracle.Made:
 @pytest.mark.parametrize("name", CASES)
 def test_last_rows_of_a_long_text(name: str) -> None:
     model, config, state = make(name)
-    model.set_attn_implementation("eager" if name == "gpt-oss-window" else "sdpa")  # sinks have no other
+    if name != "falcon-alibi":
+        model.set_attn_implementation("eager" if name == "gpt-oss-window" else "sdpa")  # sinks have no other
     spec = spec_from_config(config)
     bound, pages = bind(spec, state), Paged(spec, 1, LENGTH, page=64)
     ids = torch.randint(0, config["vocab_size"], (LENGTH,), generator=torch.Generator().manual_seed(5))

@@ -39,7 +39,8 @@ def test_saved_files_give_the_same_logits(module: ModuleType, name: str, tmp_pat
     make = getattr(module, "make", None)
     model = make(name)[0] if make else oracle.make(name, *module.CASES[name])[0]
     model.save_pretrained(tmp_path)
-    again, checkpoint = type(model).from_pretrained(tmp_path, attn_implementation="eager").eval(), open_checkpoint(tmp_path)
+    how, checkpoint = model.config._attn_implementation, open_checkpoint(tmp_path)
+    again = type(model).from_pretrained(tmp_path, attn_implementation=how).eval()
     assert checkpoint.config["architectures"][0] in REGISTRY
     spec = spec_from_config(checkpoint.config)
     bound, ids, pages = bind(spec, checkpoint.tensors), torch.arange(33) * 7 % checkpoint.config["vocab_size"], Paged(spec, 1, 33)
