@@ -30,7 +30,9 @@ def expand(state: Mapping[str, Tensor], names: tuple[str, ...], device: torch.de
         raise ValueError(f"checkpoint has {names[0]!r} but no tensor {missing[0]!r}, without which it cannot be expanded")
     if len(names) == 1:
         return state[names[0]]
-    return (expand_mxfp4 if names[0].endswith("_blocks") else expand_fp8)(*names, *(state[n].to(device) for n in names))
+    name, scales_name = names
+    stored, scales = state[name].to(device), state[scales_name].to(device)
+    return (expand_mxfp4 if name.endswith("_blocks") else expand_fp8)(name, scales_name, stored, scales)
 
 
 def expand_mxfp4(name: str, scales_name: str, blocks: Tensor, scales: Tensor) -> Tensor:
