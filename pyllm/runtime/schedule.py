@@ -135,14 +135,15 @@ class Scheduler:
         for chunk in plan.chunks:
             chunk.request.computed += chunk.count
             self.name_pages(chunk.request, chunk.request.computed)
-            self.windows.slide(chunk.request, chunk.request.computed)
             if chunk.last:
                 self._prefilling.remove(chunk.request)
         for request in (*plan.decodes, *(c.request for c in plan.chunks if c.last)):
             request.sampled += 1
-            self.windows.slide(request, request.next_position)
             if request.sampled == request.limit:
                 self.rows.clear(request)
+        if self.windows:
+            for request in (*plan.decodes, *(c.request for c in plan.chunks)):
+                self.windows.slide(request, request.next_position if request.decoding else request.computed)
 
     def _reach(self, plan: Plan) -> None:
         """Places for what the step writes, in the caches of each window."""
@@ -224,16 +225,13 @@ class Scheduler:
 
     def _part(self, request: Request, pages: int) -> tuple[NDArray[np.int32], int]:
         """A page, held, whose first tokens are those of the request behind so many reused pages; and how many."""
-        none = self.pool.allocate(0)
         if self._texts is None or request.params.prompt_logprobs is not None:
-            return none, 0
+            return self.pool.allocate(0), 0
         start = pages * self.page_size
         before = request.keys[pages - 1] if pages else root_key(request.salt)
         key, count = self._texts.best(before, request.tokens[start : min(start + self.page_size, request.length - 1)])
-        if not count:
-            return none, 0
         page = self.pool.match(key)
-        if not len(page):
+        if count and not len(page):
             self._texts.remove(key)
         return page, count * len(page)
 
