@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyllm import ops
@@ -29,6 +30,8 @@ class MoE(Spec):
     `g sigmoid(alpha g) (u + 1)` with g at most limit and u within -limit .. limit; act has no effect on it then.
     stacked: names are without `{}`, each one checkpoint tensor of all experts, `[experts, in, out]`; one name for gate and up is one
     tensor, gate rows first, or with interleaved a row of each in turn.
+    fp32_router: weight and product of the router are fp32 whatever the model's dtype and the quant plan: bf16 has 8 bits, and with hundreds
+    of experts the scores of the last chosen and the first not chosen differ in fewer (DeepSeek).
     scale_inputs: the weight multiplies an expert's input in place of its output (Llama 4); with top_k 1 alone.
     On CUDA the experts of bf16, fp16 and e4m3 weights are grouped GEMMs (`fused_experts`).
     """
@@ -53,6 +56,7 @@ class MoE(Spec):
     interleaved: bool = False
     scale_inputs: bool = False
     groups: tuple[int, int] | None = None
+    fp32_router: bool = False
 
     partial = True
     reads_normed = True
@@ -70,6 +74,8 @@ class MoE(Spec):
             raise ValueError(f"MoE {self.at}: names is {self.names!r}, expected three (gate, up, down) with {{}} for the expert")
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(f"MoE {self.at}: top_k is {self.top_k}, expected 1..experts={self.experts}")
+        if self.fp32_router and self.bias:
+            raise ValueError(f"MoE {self.at}: fp32_router is set, expected no bias with it")
         self._check_groups()
         if self.scale_inputs and self.top_k > 1:
             raise ValueError(f"MoE {self.at}: top_k is {self.top_k}, expected 1 with scale_inputs")
@@ -92,10 +98,11 @@ class MoE(Spec):
         gate, up, down = self.names
         order = Transform.UNGROUP if self.interleaved else None
         out: dict[str, Spec | tuple[Spec, ...]] = {
-            "gate": Linear(self.d, (Part(self.router, self.experts),), bias=self.bias),
             "w13": Linear(self.d, consecutive(Part(gate, self.ff), Part(up, self.ff)), "col", self.bias, self.experts, order, self.stacked),
             "w2": Linear(self.ff, (Part(down, self.d),), "row", self.bias, self.experts, stacked=self.stacked),
         }
+        if not self.fp32_router:
+            out = {"gate": Linear(self.d, (Part(self.router, self.experts),), bias=self.bias), **out}
         if self.shared:
             out["shared"] = self.shared
         if self.shared_gate:
@@ -103,7 +110,9 @@ class MoE(Spec):
         return out
 
     def weights(self) -> dict[str, Weight]:
-        return {"router_bias": Weight((Part(self.correction, self.experts),), suffix="", fp32=True)} if self.correction else {}
+        out = {"router": Weight((Part(self.router, self.experts),), self.d, fp32=True)} if self.fp32_router else {}
+        bias = {"router_bias": Weight((Part(self.correction, self.experts),), suffix="", fp32=True)} if self.correction else {}
+        return out | bias
 
     def load(self, m: Any, env: Any) -> None:
         super().load(m, env)
@@ -116,7 +125,8 @@ class MoE(Spec):
         h = x.tensor() if isinstance(x, Normed) else x
         bias = m.router_bias if self.correction else None
         groups, top_groups = self.groups or (1, 1)
-        weights, ids = ops.route_experts(m.gate(h), self.top_k, self.scoring, renormalize=self.renormalize, bias=bias, scale=self.scale,
+        logits = F.linear(h.float(), m.router) if self.fp32_router else m.gate(h)
+        weights, ids = ops.route_experts(logits, self.top_k, self.scoring, renormalize=self.renormalize, bias=bias, scale=self.scale,
                                          groups=groups, top_groups=top_groups)  # fmt: skip
         x = h
         if self.scale_inputs:

@@ -23,7 +23,7 @@ def deepseek(c: SimpleNamespace, interleaved: bool, correction: str | None, grou
         attn = MLA("self_attn", d, heads, c.num_key_value_heads, dim, kv=i, rope=rope, scale=dim**-0.5 * long_scale(rope),
                    o_bias=c.attention_bias, kv_rank=c.kv_lora_rank, v_dim=c.v_head_dim, q_rank=c.q_lora_rank or None)  # fmt: skip
         moe = MoE("mlp", d, ff, c.num_experts, c.num_experts_per_tok, c.act, c.scoring_func, c.norm_topk_prob, c.routed_scaling_factor,
-                  correction, shared, groups=groups)  # fmt: skip
+                  correction, shared, groups=groups, fp32_router=True)  # fmt: skip
         body = moe if sparse else MLP("mlp", d, c.intermediate_size, c.act, bias=c.mlp_bias)
         return Sub(at, norm("input_layernorm"), attn), Sub(at, norm("post_attention_layernorm"), body)
 

@@ -20,6 +20,6 @@ def dots1(c: SimpleNamespace) -> Decoder:
         if i < c.first_k_dense_replace:
             return None
         return MoE("mlp", d, ff, c.num_experts, c.num_experts_per_tok, c.act, "sigmoid", c.norm_topk_prob, c.routed_scaling_factor,
-                   "gate.e_score_correction_bias", shared, groups=(c.n_group, c.topk_group))  # fmt: skip
+                   "gate.e_score_correction_bias", shared, groups=(c.n_group, c.topk_group), fp32_router=True)  # fmt: skip
 
     return pre_norm(c, attn, experts)

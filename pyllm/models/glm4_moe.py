@@ -20,7 +20,7 @@ def glm4_moe(c: SimpleNamespace) -> Decoder:
         attn = Attn("self_attn", d, heads, kv_heads, c.head_dim, kv=i, rope=c.rope, qkv_bias=c.attention_bias,
                     qk_norm=norm("{}_norm", c.head_dim) if c.use_qk_norm else None)  # fmt: skip
         moe = MoE("mlp", d, ff, c.num_experts, c.num_experts_per_tok, c.act, "sigmoid", c.norm_topk_prob, c.routed_scaling_factor,
-                  "gate.e_score_correction_bias", shared, groups=(c.n_group, c.topk_group))  # fmt: skip
+                  "gate.e_score_correction_bias", shared, groups=(c.n_group, c.topk_group), fp32_router=True)  # fmt: skip
         body = moe if i >= c.first_k_dense_replace else MLP("mlp", d, c.intermediate_size, c.act)
         return Sub(at, norm("input_layernorm"), attn), Sub(at, norm("post_attention_layernorm"), body)
 

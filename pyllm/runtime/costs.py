@@ -225,7 +225,11 @@ def _(spec: MLP, ctx: Context, path: str) -> Iterator[Row]:
 @rows.register
 def _(spec: MoE, ctx: Context, path: str) -> Iterator[Row]:
     inner = dict(nodes(spec))
-    yield from rows(inner["gate"], ctx, path)
+    if spec.fp32_router:
+        moved = spec.experts * spec.d * 4 + ctx.tokens * (spec.d * (ctx.item + 8) + spec.experts * 4)  # x is widened first
+        yield ctx.row(path, spec.router, "F.linear", moved, 2 * ctx.tokens * spec.experts * spec.d, f"{spec.experts}x{spec.d}", "fp32")
+    else:
+        yield from rows(inner["gate"], ctx, path)
     yield ctx.row(
         path,
         f"top {spec.top_k} of {spec.experts}, {spec.scoring}" + (", {1} of {0} groups".format(*spec.groups) if spec.groups else ""),
