@@ -41,7 +41,7 @@ class LLM:
     model: a Hugging Face directory, a .gguf file, "demo", or a declaration (`pyllm.layers.Decoder`) with `weights` (checkpoint name ->
     tensor). tokenizer: a `pyllm.load.tokenizer.Tokenizer`, a directory or a tokenizer.json; None: the model's own.
     skip_tokenizer_init: token ids in and out. load_format: "auto", or "dummy": random weights for the directory's config.json.
-    quant: "fp8" quantizes all products but the head as they are loaded; or pairs (glob, Format) as in `pyllm.layers.bind`.
+    quant: "fp8" quantizes all products but the head and routers as they are loaded; or pairs (glob, Format) as in `pyllm.layers.bind`.
     device: None takes the GPU where pyllm's kernels run, else the CPU. dtype: "auto", "fp32", "bf16" or "fp16".
     max_batch_size: requests in a step. max_num_tokens: prompt tokens in a step (None: 8192 on a GPU, 512 on a CPU).
     max_seq_len: tokens of a request, prompt and output.

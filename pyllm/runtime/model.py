@@ -56,7 +56,7 @@ def load_parts(
 ) -> Parts:
     """A path or a declaration with its weights (checkpoint name -> tensor), bound on the device. load_format="dummy": random weights.
 
-    quant: as in `bind`, or "fp8": all products but the head. invariant: as in `bind`.
+    quant: as in `bind`, or "fp8": all products but the head and routers. invariant: as in `bind`.
     """
     from pyllm.layers import Decoder, bind
     from pyllm.load.staging import on_device
@@ -119,7 +119,8 @@ def quant_plan(quant: str | QuantPlan) -> QuantPlan:
 
     if quant != "fp8":
         raise ValueError(f"quant is {quant!r}, expected 'fp8', or pairs (glob, Format) as in bind")
-    return (("*lm_head", None), ("*embed_out", None), ("*", Fp8()))
+    plain = ("*lm_head", "*embed_out", "*.gate", "*.router", "*.shared_expert_gate")  # head and routers: few bytes, and much hangs on them
+    return (*((name, None) for name in plain), ("*", Fp8()))
 
 
 def _check_room(name: str, need: int, dtype: torch.dtype, device: torch.device) -> None:
