@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from pyllm.layers import bind
 from pyllm.models import spec_from_config
 from pyllm.runtime.dummy import SHAPES, DummyWeights
 from pyllm.runtime.engine import Engine
-from tests.runtime.tiny import VOCAB, save_tiny, tiny_spec, tiny_weights
+from tests.runtime.tiny import CONFIG, VOCAB, save_tiny, tiny_spec, tiny_weights
 
 WEIGHTS = tiny_weights(0)
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(3, 103, 5)]
@@ -102,6 +104,26 @@ def test_penalties_in_a_batch_of_unequal_prompts_and_one_row_without() -> None:
     without = [engine.submit(p, plain) for p in prompts]
     engine.run()
     assert [r.token_ids == a for r, a in zip(without, alone, strict=True)] == [False, True, False, False]
+
+
+def test_what_changes_no_output_may_be_combined() -> None:
+    """Every pair of: parts of pages, a host tier, guessing (by lookup, by a second model), the deterministic mode, overlap, policy."""
+    prompts = [list(b"To be or not to be, that is the question" + tail) for tail in (b"", b".", b": whether", b" again and again")] * 2
+    small = spec_from_config(CONFIG | {"num_hidden_layers": 1})
+    guesses = [{}, {"draft_len": 3}, {"draft_len": 3, "draft_model": (small, DummyWeights(small))}]
+    want = None
+    for partial, tiers, draft, how in itertools.product(
+        [False, True], [(0, 0), (1 << 22, 10)], guesses, [{}, {"deterministic": True}, {"overlap": True}, {"reserve": False}]
+    ):
+        engine = Engine(
+            tiny_spec(), WEIGHTS, page_size=16, max_tokens=320, max_batch=3, chunk=64, partial=partial, tiers=tiers, **draft, **how
+        )  # fmt: skip
+        requests = [engine.submit(p, SamplingParams(max_tokens=12, ignore_eos=True)) for p in prompts]
+        engine.run()
+        assert engine.pool.used == 0
+        got = [r.token_ids for r in requests]
+        want = want or got
+        assert got == want, (partial, tiers, draft, how)
 
 
 @pytest.mark.gpu
