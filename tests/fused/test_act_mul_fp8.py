@@ -117,7 +117,7 @@ def test_graph(T: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [1, 300])
-def test_waits_for_its_predecessor(T: int) -> None:
+def test_a_graph_waits_for_its_predecessor(T: int) -> None:
     """Behind a kernel that writes x late in the same graph: the launch may start early, its reads may not."""
     x = normal(T, 28672, dtype=torch.bfloat16, device="cuda")
     fresh = torch.empty_like(x)
