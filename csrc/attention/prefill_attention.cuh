@@ -4,7 +4,7 @@
 // consumer warpgroup owns 64 rows: S = Q K^T from shared memory, softmax in registers, O += P V with P in registers. Two forms:
 // * three warpgroups, each block in order: S, softmax, P V; two warpgroups fill the tensor cores while the third is in its softmax. Once
 //   all rows have a reference exponent, blocks are not searched for a maximum: the sums of their weights tell whether one outgrew it;
-// * two warpgroups that issue the next block's S ahead of this block's P V, and take turns at issuing.
+// * two warpgroups that issue the next block's S ahead of this block's P V, and may take turns at issuing.
 // Blocks go from the last key to the first: only the first few need the causal mask.
 // Rows of v past a sequence's end are zeroed in shared memory before use: their weights are 0, but 0 * NaN is not.
 // Keys come contiguous or by pages through the same boxes of at most min(P, N) rows, so the consumers know no difference.
@@ -137,6 +137,8 @@ class PrefillConsumer {
       if (block == low) release_rows(slot);
       mask(tile, block, s);
       const bool raised = softmax.raise(s, scale, factor);
+      // With turns, the other warpgroup's products hide the exponentials; without, this warpgroup's own do.
+      if constexpr (!Shape::TakeTurns) softmax.exponentiate(s, scale);
       k_here = is_full(Shape::KFull, use_ + 2);
       v_here = is_full(Shape::VFull, use_ + 1);
       if (raised) {  // a branch, or ptxas moves the wait ahead of the search for the maximum
@@ -148,7 +150,12 @@ class PrefillConsumer {
       wgmma_pin(o);
       wgmma_pin(w);
       release(Shape::VEmpty, use_);
-      softmax.weigh<T>(s, scale, w, softmax.sum);
+      if constexpr (Shape::TakeTurns) {
+        softmax.weigh<T>(s, scale, w, softmax.sum);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kScores; i += 2) w[i / 2] = pack<T>(s[i], s[i + 1]);
+      }
     }
     wait_full(Shape::VFull, use_, v_here);
     if (tail && end - 1 == low) zero_tail(length_ - low * Shape::N);

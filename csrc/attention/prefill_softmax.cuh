@@ -85,6 +85,18 @@ struct RowSoftmax {
     }
   }
 
+  // Scores become weights, in place.
+  template <int Size>
+  __device__ __forceinline__ void exponentiate(float (&s)[Size], float scale) {
+#pragma unroll
+    for (int i = 0; i < Size; i += 2) {
+      const int h = i / 2 % 2;
+      s[i] = exp2_fast(fmaf(s[i], scale, -reference[h]));
+      s[i + 1] = exp2_fast(fmaf(s[i + 1], scale, -reference[h]));
+      sum[h] += s[i] + s[i + 1];
+    }
+  }
+
   // Scores become weights: two to a register, as the A operand of the next product wants them. `into` takes their sums.
   template <class T, int Size>
   __device__ __forceinline__ void weigh(const float (&s)[Size], float scale, uint32_t (&w)[Size / 2], float (&into)[2]) const {

@@ -43,6 +43,7 @@ class PrefillWalk {
     const int head_bytes = (p.dim + p.v_dim) * item;
     s_.budget = kL2Budget / head_bytes;
     s_.run_before = 0;
+    __syncwarp();
     next_run(0);
   }
 
@@ -141,6 +142,7 @@ class PrefillWalk {
 
   // s_.count: tiles of this level in the run; s_.below: the next lower level that has any.
   __device__ __forceinline__ void measure() {
+    __syncwarp();
     const int end = s_.run_end;
     int count = 0, below = 0;
 #pragma unroll 1
@@ -152,6 +154,7 @@ class PrefillWalk {
     }
     s_.count = __reduce_add_sync(0xffffffffu, count);
     s_.below = __reduce_max_sync(0xffffffffu, below);
+    __syncwarp();
   }
 
   template <class Post>
