@@ -24,7 +24,8 @@ QuantPlan = Sequence[tuple[str, "Format | None"]]
 """Ordered (glob over checkpoint names without suffix, Format); the first match wins; None and no match: the model's dtype."""
 
 GATE_ROWS, GATE_ROWS_FP8 = 512, 1024
-"""Rows of x from which the gate in the epilogue was measured to be faster than an op of its own behind the product."""
+"""Rows of x from which the gate in the epilogue was measured to be faster than an op of its own behind the product; in e4m3 it is as fast
+and takes half the memory in between."""
 
 
 class Format:
