@@ -11,7 +11,7 @@ from torch import Tensor
 from pyllm import ops
 from pyllm.ops.moe import _experts_composition
 from tests.support.compare import EPS, assert_close, assert_same
-from tests.support.generate import normal, padded_rows, poison_allocator
+from tests.support.generate import normal, padded_rows, poison, poison_allocator
 
 BF16, FP16, E4M3, U32 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, 2.0**-24
 gpu = pytest.mark.gpu
@@ -217,6 +217,52 @@ def test_graph_replay_with_other_routing() -> None:
         args[0].copy_(normal(70, case.N, dtype=BF16))
         graph.replay()
         assert_same(y, ops.fused_experts(*args, **options), routing)
+
+
+LATE = r"""
+extern "C" __global__ void late(const uint4* from, uint4* to, int n) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  for (long long start = clock64(); clock64() - start < 300000;) {}
+  for (int i = threadIdx.x; i < n; i += blockDim.x) to[i] = from[i];
+}
+"""
+
+
+@gpu
+@pytest.mark.parametrize("T", [8, 600])
+@pytest.mark.parametrize("weights", [None, E4M3], ids=["bf16", "fp8"])
+def test_nothing_is_read_before_a_late_writer_has_written(weights: torch.dtype | None, T: int) -> None:
+    """The kernel ahead lets its dependents start at once and writes x, the ids or the weights 0.15 ms later."""
+    cupy = pytest.importorskip("cupy")
+    late = cupy.RawKernel(LATE, "late")
+    args, options = Case(T=T, weights=weights).make("cuda")
+    want = ops.fused_experts(*args, **options)
+    for index in (0, 3, 4):
+        buffer = poison(torch.empty_like(args[index]))
+        torch.cuda.synchronize()
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            size = buffer.numel() * buffer.element_size() // 16
+            late((1,), (1024,), (args[index].data_ptr(), buffer.data_ptr(), size))
+        assert_same(ops.fused_experts(*args[:index], buffer, *args[index + 1 :], **options), want, f"argument {index}")
+
+
+@gpu
+@pytest.mark.parametrize("T", [1, 8, 300])
+def test_a_chain_without_pauses(T: int) -> None:
+    """Kernels of one call may start beside those of the call before it."""
+    (x, *rest), options = Case(T=T, N=256, F=512, E=8).make("cuda")
+
+    def chain(pause: bool) -> Tensor:
+        y = x
+        for _ in range(12):
+            y = ops.fused_experts(y, *rest, **options)
+            if pause:
+                torch.cuda.synchronize()
+        return y
+
+    slow = chain(True)
+    for _ in range(5):
+        assert_same(chain(False), slow)
 
 
 @gpu
