@@ -254,14 +254,15 @@ def test_a_chain_without_pauses(T: int) -> None:
 
     def chain(pause: bool) -> Tensor:
         y = x
-        for _ in range(12):
+        for _ in range(3):  # the gate is quadratic: values shrink fast
             y = ops.fused_experts(y, *rest, **options)
             if pause:
                 torch.cuda.synchronize()
         return y
 
     slow = chain(True)
-    for _ in range(5):
+    assert slow.abs().amax() > 0
+    for _ in range(20):
         assert_same(chain(False), slow)
 
 
