@@ -1,7 +1,8 @@
 """Tensors of a checkpoint on a device: bytes go from the file by several `pread` at a time into a ring of pinned buffers, and on.
 
-The host holds the ring alone (128 MiB), however large a tensor or a file is, and the reads of one tensor overlap with the copies of the
-one before it. Nothing of the file is touched through its mapping, so that a file that shrinks meanwhile is an error and no signal.
+The host holds the ring alone (48 MiB, so that it stays in a server's last cache), however large a tensor or a file is, and the reads of
+one tensor overlap with the copies of the one before it. Nothing of the file is touched through its mapping, so that a file that shrinks
+meanwhile is an error and no signal.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from .tensors import TensorMap
 if TYPE_CHECKING:
     from .mapped import MappedFile
 
-CHUNK = 8 << 20  # a read of this size takes about 1 ms from the page cache: long against what issuing a copy takes (10 us)
-SLOTS = 16
+CHUNK = 4 << 20  # a read of this size takes about 1 ms from the page cache: long against what issuing a copy takes (10 us)
+SLOTS = 12
 THREADS = 8
 SMALL = 256 << 10  # below this one read is as fast as many
 
@@ -31,15 +32,17 @@ class Stager:
     def __init__(self, device: torch.device, threads: int | None = None, chunk: int = CHUNK, slots: int = SLOTS) -> None:
         self.device, self.chunk = device, chunk
         self.threads = threads or min(THREADS, len(os.sched_getaffinity(0)))
-        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="pyllm-load")
-        self._free: queue.SimpleQueue[tuple[torch.Tensor, Any]] = queue.SimpleQueue()
+        self._pool = ThreadPoolExecutor(max(self.threads - 1, 1), thread_name_prefix="pyllm-load")
+        self._free: queue.SimpleQueue[tuple[torch.Tensor, memoryview, Any]] = queue.SimpleQueue()
         cuda = device.type == "cuda"
         for _ in range(slots if cuda else 0):
-            self._free.put((torch.empty(chunk, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()))
+            buffer = torch.empty(chunk, dtype=torch.uint8, pin_memory=True)
+            self._free.put((buffer, buffer.numpy().data, torch.cuda.Event()))
 
     def pieces(self, size: int) -> Iterator[tuple[int, int]]:
-        """(offset, length) of reads that keep every thread busy."""
-        step = max(size, 1) if size <= SMALL else min(self.chunk, max(-(-size // self.threads), SMALL))
+        """(offset, length) of reads: as many for each thread, so that all end together (15 reads for 8 threads take as long as 16)."""
+        turns = max(-(-size // (self.threads * self.chunk)), 1)
+        step = max(-(-size // (self.threads * turns)), SMALL)
         return ((at, min(step, size - at)) for at in range(0, size, step))
 
     def into(self, file: MappedFile, begin: int, out: torch.Tensor) -> None:
@@ -47,12 +50,21 @@ class Stager:
         view = out.numpy().data
         self._spread(lambda at, n: file.read_into(begin + at, view[at : at + n]), len(view))
 
-    def _spread(self, run: Callable[[int, int], None], size: int) -> None:
-        """`run` for every piece: the first one here, so that a small tensor wakes no thread."""
+    def _spread(self, run: Callable[[int, int], None], size: int, stream: torch.cuda.Stream | None = None) -> None:
+        """`run` for every piece, by the caller and as many others as there are pieces for; a small tensor wakes no thread."""
         pieces = list(self.pieces(size))
-        jobs = [self._pool.submit(run, at, n) for at, n in pieces[1:]]
-        for at, n in pieces[:1]:
-            run(at, n)
+
+        def work() -> None:
+            with torch.cuda.stream(stream):  # nothing, if there is none
+                while pieces:
+                    try:
+                        at, n = pieces.pop()
+                    except IndexError:  # another thread took the last one
+                        return
+                    run(at, n)
+
+        jobs = [self._pool.submit(work) for _ in range(min(self.threads, len(pieces)) - 1)]
+        work()
         for job in jobs:
             job.result()
 
@@ -65,17 +77,16 @@ class Stager:
         stream = torch.cuda.current_stream(self.device)
 
         def move(at: int, n: int) -> None:
-            buffer, copied = self._free.get()
+            buffer, view, copied = slot = self._free.get()
             try:
                 copied.synchronize()  # the copy out of this buffer that was issued last time
-                file.read_into(begin + at, buffer.numpy().data[:n])
-                with torch.cuda.stream(stream):
-                    out[at : at + n].copy_(buffer[:n], non_blocking=True)
-                    copied.record(stream)
+                file.read_into(begin + at, view[:n])
+                out[at : at + n].copy_(buffer[:n], non_blocking=True)
+                copied.record(stream)
             finally:
-                self._free.put((buffer, copied))
+                self._free.put(slot)
 
-        self._spread(move, size)
+        self._spread(move, size, stream)
         return out
 
     def close(self) -> None:
