@@ -144,6 +144,8 @@ SHARES = {  # 4 KV heads: how segments are shared out
     "cut, unequal": [9000, 1, 0, 4000],
     "a pair of CTAs each": [2000] * 12,
     "one CTA each, cut": [500] * 20,
+    "one CTA each, uncut": [500] * 29,
+    "two CTAs to an SM, fewer than fit": [300] * 48,
     "two CTAs to an SM, uncut": [300] * 65,
     "two CTAs to an SM, some empty": [0 if i % 5 == 0 else 300 for i in range(80)],
     "two CTAs to an SM, several each": [130] * 260,

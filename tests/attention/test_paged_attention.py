@@ -291,7 +291,7 @@ def test_mixed_step_of_every_group(heads: int, cache: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])
-def test_what_follows_a_mixed_step_sees_all_of_it(cache: torch.dtype) -> None:
+def test_what_follows_a_mixed_step_sees_all_of_it_in_a_graph(cache: torch.dtype) -> None:
     """Prefill starts while decode still runs and is long done before it here: 40 decodes of 9,000 keys beside a prompt of 9 tokens. The
     kernel behind, whose launch waits for prefill alone, must find the rows of decode, too."""
     batch = ragged_batch([1] * 40 + [9], [9000] * 40 + [9], page_size=64, seed=0)
