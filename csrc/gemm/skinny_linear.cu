@@ -78,6 +78,7 @@ void run_rows(const SkinnyLinearParams& p, cudaStream_t stream) {
 }  // namespace
 
 void skinny_linear(const SkinnyLinearParams& p, cudaStream_t stream) {
+  if (skinny_stream(p, sm_count(), stream)) return;
   if (p.norm_weight != nullptr) {
     dispatch_dtype<DType::kBF16>("skinny_linear: x with a norm", p.dtype, [&](auto t) {
       using T = typename decltype(t)::type;

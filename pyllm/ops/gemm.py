@@ -16,9 +16,11 @@ from pyllm.ops.skinny import skinny_linear, skinny_serves
 
 NORMS = {"rms": 0, "layer": 1}
 """Names of the norms and their numbers in the op schema."""
-STREAM_ROWS, STREAM_COLUMNS, STREAM_WEIGHT = 8, 2048, 2**24
-"""`linear` and `norm_linear` give x of up to so many rows to `skinny_linear`, against weights of at least so many rows and up to so many
-elements: there it was measured level with or ahead of cuBLAS inside a CUDA graph (one row of bf16)."""
+STREAM_ROWS, STREAM_COLUMNS, STREAM_WEIGHT, STREAM_X = 8, 1024, 2**24, 2**15
+"""`linear` and `norm_linear` give x of up to so many rows and elements to `skinny_linear`, against weights of at least so many rows and up
+to so many elements: there bf16 was measured ahead of cuBLAS inside a CUDA graph, 1.1x to 1.8x with one row."""
+LARGE_ROWS, LARGE_WEIGHT, LARGE_X = 4, 2**26, 2**14
+"""The same of weights of more than `STREAM_WEIGHT` elements: 1.0x to 1.2x."""
 CHAIN_ROWS = 0
 """Rows up to which layers take norm, gate and residual into the product. None: a step of Llama 3.2 1B took 1,041 us with them and 1,021
 without (one request; 1,194 and 1,132 for eight): what each CTA does to the rows of x costs more than the launches that are saved."""
@@ -35,11 +37,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Shapes: x `[T, K]`, weight `[N, K]`, bias `[N]` -> y `[T, N]`. Dtypes: one of bf16, fp16, fp32 for all; accumulation in fp32, one
     rounding.
-    Errors: sizes or dtypes that disagree, by name. CUDA: `skinny_linear` for up to 8 rows of bf16 or fp16, N >= 2048 and weights of up to
-    2^24 elements where it serves the operands (sm_90, dense rows at multiples of 16 bytes), `dense_linear` from 1024 rows and N = 2048 on
-    and for 128 to 256 rows of large weights (`dense_wins`), otherwise cuBLAS through torch. The rule comes from 1 and 16 rows and from 128
-    on; 2 to 8 rows were not timed. weight and bias are constants: a kernel may read them before the kernels ahead of it in the stream have
-    finished.
+    Errors: sizes or dtypes that disagree, by name. CUDA: `skinny_linear` for few rows of bf16 or fp16 where it serves the operands (sm_90,
+    dense rows at multiples of 16 bytes): up to 8 rows and 2^15 elements of x for weights of up to 2^24 elements, up to 4 rows and 2^14
+    elements for weights of up to 2^26, N >= 1024 (`streams`); `dense_linear` from 1024 rows and N = 2048 on and for 128 to 256 rows of
+    large weights (`dense_wins`); otherwise cuBLAS through torch. weight and bias are constants: a kernel may read them before the kernels
+    ahead of it in the stream have finished.
     """
     return torch.ops.pyllm.linear(x, weight, bias)
 
@@ -107,7 +109,8 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 def streams(m: int, n: int, k: int) -> bool:
     """Whether the product of `[m, k]` and `[n, k]` goes to skinny_linear, dtypes and alignment permitting."""
-    return m <= STREAM_ROWS and n >= STREAM_COLUMNS and n * k <= STREAM_WEIGHT
+    rows, elements = (STREAM_ROWS, STREAM_X) if n * k <= STREAM_WEIGHT else (LARGE_ROWS, LARGE_X)
+    return m <= rows and m * k <= elements and n >= STREAM_COLUMNS and n * k <= LARGE_WEIGHT
 
 
 def dense_wins(m: int, n: int, k: int) -> bool:
