@@ -23,7 +23,7 @@ LARGE_ROWS, LARGE_WEIGHT, LARGE_X = 4, 2**26, 2**14
 """The same of weights of more than `STREAM_WEIGHT` elements: 1.0x to 1.2x."""
 CHAIN_ROWS = 0
 """Rows up to which layers take norm, gate and residual into the product. None: a step of Llama 3.2 1B took 1,041 us with them and 1,021
-without (one request; 1,194 and 1,132 for eight): what each CTA does to the rows of x costs more than the launches that are saved."""
+without (one request; 1,194 and 1,132 for eight). Measured before `skinny_linear` had its kernel of up to 8 rows, and not since."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 DENSE_ROWS, DENSE_COLUMNS = 1024, 2048
 """T and N from which `dense_linear` is measured to be as fast as cuBLAS or faster."""
