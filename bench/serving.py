@@ -62,7 +62,7 @@ ROWS = (
     Row("8B FP8, 256 x (1024 / 1024)", "8b-fp8", "throughput", 256, 1024, 1024, 0, 1.3),
     Row("8B FP8, 512 x (1024 / 1024)", "8b-fp8", "throughput", 512, 1024, 1024, 19000, 1.34),
     Row("8B FP8, 2000 x (128 / 128)", "8b-fp8", "throughput", 2000, 128, 128, 29000, 1.34),
-    Row("8B FP8, 1024 / 1024 at half load", "8b-fp8", "load", 96, 1024, 1024, 100, of="8B FP8, 256 x (1024 / 1024)"),
+    Row("8B FP8, 1024 / 1024 at half load", "8b-fp8", "load", 64, 1024, 1024, 100, of="8B FP8, 256 x (1024 / 1024)"),
     Row("8B FP8, 256 x 2048 shared + 64", "8b-fp8", "prefix", 256, 2112, 1, 5),
     Row("1B bf16, batch 1, 128 / 512", "1b-bf16", "throughput", 1, 128, 512, 1300),
     Row("1B bf16, 256 x (1024 / 512)", "1b-bf16", "throughput", 256, 1024, 512, 0, 1.1),
@@ -200,13 +200,18 @@ def _collect(name: str, model: str, rows: Sequence[Row], log: Path) -> dict[str,
     found: dict[str, dict[str, Any]] = {}
     with log.open("w") as sink, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sink, text=True) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("ROW "):
-                got = json.loads(line[4:])
-                found[got.pop("row")] = got
-                print(f"{name:<6} {list(found)[-1]:<34} {got['value']:>10.1f}", flush=True)
-            else:
-                sink.write(line)
+        try:
+            for line in process.stdout:
+                if line.startswith("ROW "):
+                    got = json.loads(line[4:])
+                    found[got.pop("row")] = got
+                    print(f"{name:<6} {list(found)[-1]:<34} {got['value']:>10.1f}", flush=True)
+                else:
+                    sink.write(line)
+        except KeyboardInterrupt:
+            process.kill()
+            print(f"{name} {model}: interrupted; what was measured is kept", flush=True)
+            return found
     if process.returncode:
         print(f"{name} {model}: exit status {process.returncode}; the end of {log}:\n{log.read_text()[-2000:]}", flush=True)
     return found
@@ -274,19 +279,15 @@ def _measure_all(models: Sequence[str], rows: Sequence[Row], against: str | None
     about = machine.describe(machine.Monitor(), "python -m bench.serving" + (f" --against {against}" if against else ""))
     failed = 0
     for model in models:
-        mine = [r for r in rows if r.model == model]
-        if not mine:
+        if not (mine := [r for r in rows if r.model == model]):
             continue
-        found = {n: _collect(n, model, mine, logs / f"serving_{n}_{model}.log") for n in ("pyllm", *([against] if against else []))}
-        for row in mine:
-            ours, peer = found["pyllm"].get(row.name), found.get("vllm", {}).get(row.name)
-            if ours is None:
-                failed += 1
-                continue
+        ours = _collect("pyllm", model, mine, logs / f"serving_pyllm_{model}.log")
+        peers = _collect(against, model, mine, logs / f"serving_{against}_{model}.log") if against else {}
+        failed += len(mine) - len(ours)
+        for row in (row for row in mine if row.name in ours):
             stated = {"row": row.name, "unit": row.unit, "goal": row.goal, "goal_ratio": row.ratio}
-            records[row.name] = (
-                stated | ours | {"vllm": peer and peer["value"]} | {k: about[k] for k in ("gpu", "torch", "commit", "time", "command")}
-            )
+            peer = {"vllm": peers.get(row.name, {}).get("value")}
+            records[row.name] = stated | ours[row.name] | peer | {k: about[k] for k in ("gpu", "torch", "commit", "time", "command")}
     ordered = [records[r.name] for r in ROWS if r.name in records]
     RESULTS.write_text("".join(json.dumps(r) + "\n" for r in ordered))
     print("\n".join(table(ordered)))
