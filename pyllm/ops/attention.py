@@ -8,8 +8,7 @@ from torch import Tensor
 from pyllm.ops.gemm import FLOATS
 from pyllm.ops.registry import check, define
 
-DECODE_ROWS = 8  # query rows per sequence up to which a step is a decode (speculative steps included)
-INT8_ROWS = 64  # query rows per sequence of a step over an int8 cache
+DECODE_ROWS, INT8_ROWS = 8, 64  # query rows per sequence of a decode (speculative steps included), of a step over an int8 cache
 DECODE_DIMS = (64, 96, 128, 192, 256)  # head dims of the decode kernel
 PREFILL_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))  # (D, Dv) of the prefill kernel for bf16 and fp16
 PREFILL_FP8_DIMS = (64, 128, 256)

@@ -18,8 +18,13 @@ from tools.digest import CSRC, ROOT, architectures, csrc_digest, included, kerne
 LIBRARY = ROOT / "pyllm" / "_kernels.so"
 needs_library = pytest.mark.skipif(toolchain.find_cuda_home() is None and not LIBRARY.exists(), reason="no nvcc here, no kernel library")
 
-SPILLS_ALLOWED: dict[str, str] = {}
-"""Part of a kernel's name -> why it may spill. Every other kernel counts as hot."""
+SPILLS_ALLOWED: dict[str, tuple[int, str]] = {
+    "PrefillShape<64": (188, "blocks of 192 keys are faster with it than of 160 without (docs/attention.md)"),
+    "PrefillShape<256": (36, "a few registers of the form with window, softcap and masks"),
+    "PrefillShape<96": (4, "one register"),
+    "PrefillShape<192, 128": (4, "one register"),
+}
+"""Shape of a kernel (its name without the dtype) -> bytes a thread may store, and why. Every other kernel may not spill."""
 
 
 @needs_library
@@ -48,6 +53,11 @@ def test_the_library_registers_no_unknown_op() -> None:
     assert bound <= {op.name for op in KERNEL_OPS}, f"bound in C++, not defined as a kernel op: {bound - {op.name for op in KERNEL_OPS}}"
 
 
+def _spill_bytes(kernel: str) -> int:
+    shape = re.sub(r"<(__half|__nv_bfloat16), ", "<", kernel)
+    return max((most for part, (most, _) in SPILLS_ALLOWED.items() if part in shape), default=0)
+
+
 @needs_library
 def test_no_kernel_spills() -> None:
     units = _native.build_report()["units"]
@@ -56,7 +66,7 @@ def test_no_kernel_spills() -> None:
         f"{unit}: {kernel['name']} ({kernel['arch']}): {kernel['spill_stores']} bytes stored, {kernel['spill_loads']} loaded"
         for unit, kernels in units.items()
         for kernel in kernels
-        if (kernel["spill_stores"] or kernel["spill_loads"]) and not any(part in kernel["name"] for part in SPILLS_ALLOWED)
+        if kernel["spill_stores"] > _spill_bytes(kernel["name"]) or (kernel["spill_loads"] and not _spill_bytes(kernel["name"]))
     ]
     assert not spills, "\n".join(spills)
 
