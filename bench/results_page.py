@@ -97,7 +97,7 @@ def _engines(found: list[dict[str, Any]]) -> list[str]:
         "engine and model, one after the other on the same GPU. The prefix row is the mean time to the first token without reuse over that "
         "with it."
     )
-    where = ["| work | steps | ms a step | host's work a step, ms (hidden) |", "|---|---|---|---|"]
+    where = ["| work | steps | ms a step | host's work a step, ms |", "|---|---|---|---|"]
     for r in found:
         if r.get("steps"):
             where.append(f"| {r['row']} | {r['steps']:,} | {r['seconds'] * 1e3 / r['steps']:.2f} | {r['host_ms_per_step']:.2f} |")

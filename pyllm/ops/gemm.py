@@ -19,11 +19,11 @@ NORMS = {"rms": 0, "layer": 1}
 STREAM_ROWS, STREAM_COLUMNS, STREAM_WEIGHT, STREAM_X = 8, 1024, 2**24, 2**15
 """`linear` and `norm_linear` give x of up to so many rows and elements to `skinny_linear`, against weights of at least so many rows and up
 to so many elements: there bf16 was measured ahead of cuBLAS inside a CUDA graph, 1.1x to 1.8x with one row."""
-LARGE_ROWS, LARGE_WEIGHT, LARGE_X = 4, 2**26, 2**14
+LARGE_ROWS, LARGE_WEIGHT, LARGE_X = 4, 2**27, 2**14
 """The same of weights of more than `STREAM_WEIGHT` elements: 1.0x to 1.2x."""
 CHAIN_ROWS = 0
-"""Rows up to which layers take norm, gate and residual into the product. None: a step of Llama 3.2 1B took 1,041 us with them and 1,021
-without (one request; 1,194 and 1,132 for eight). Measured before `skinny_linear` had its kernel of up to 8 rows, and not since."""
+"""Rows up to which layers take norm, gate and residual into the product. None: a step of Llama 3.2 1B takes 873 us with them and 883
+without for one request, 1,008 and 990 for four; one of Llama 3.1 8B 4,289 and 4,297, 4,563 and 4,541."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 DENSE_ROWS, DENSE_COLUMNS = 1024, 2048
 """T and N from which `dense_linear` is measured to be as fast as cuBLAS or faster."""
@@ -39,7 +39,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rounding.
     Errors: sizes or dtypes that disagree, by name. CUDA: `skinny_linear` for few rows of bf16 or fp16 where it serves the operands (sm_90,
     dense rows at multiples of 16 bytes): up to 8 rows and 2^15 elements of x for weights of up to 2^24 elements, up to 4 rows and 2^14
-    elements for weights of up to 2^26, N >= 1024 (`streams`); `dense_linear` from 1024 rows and N = 2048 on and for 128 to 256 rows of
+    elements for weights of up to 2^27, N >= 1024 (`streams`); `dense_linear` from 1024 rows and N = 2048 on and for 128 to 256 rows of
     large weights (`dense_wins`); otherwise cuBLAS through torch. weight and bias are constants: a kernel may read them before the kernels
     ahead of it in the stream have finished.
     """
