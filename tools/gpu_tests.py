@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -30,6 +31,13 @@ RESULTS = ROOT / "bench" / "results" / "gpu_tests.jsonl"
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SMALL = ["-m", "gpu and not large", "-k", "not graph and not compile", "--per-function", "4"]
 SANITIZER_FOUND = 86  # an exit code that pytest never uses
+RUNNING: set[subprocess.Popen[bytes]] = set()
+
+
+def interrupt(*_: object) -> None:
+    """SIGTERM, as a time limit sends it, becomes what Ctrl-C is to pytest: it ends and reports what has run, and that is recorded."""
+    for process in tuple(RUNNING):
+        process.send_signal(signal.SIGINT)
 
 
 def gpu_files(targets: list[str]) -> list[str]:
@@ -96,7 +104,12 @@ def run_pytest(prefix: list[str], arguments: list[str], environment: dict[str, s
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
     command = [*prefix, sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments]
-    code = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}).returncode
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment})
+    RUNNING.add(process)
+    try:
+        code = process.wait()
+    finally:
+        RUNNING.discard(process)
     shown = " ".join(["python" if part == sys.executable else Path(part).name if part in prefix[:1] else part for part in command])
     return code, counts(report) if report.exists() else {}, shown.replace(f"{ROOT}/", "")
 
@@ -138,6 +151,7 @@ def main() -> int:
         return 0 if code == 5 else code, [{"file": file, **result, **common} for file, result in by_file.items()]
 
     worst, lines = 0, []
+    signal.signal(signal.SIGTERM, interrupt)
     with ThreadPoolExecutor(options.jobs if options.sanitizer else 1) as pool:
         for code, found in pool.map(run, [[file] for file in files] if options.sanitizer else [files]):
             worst = max(worst, code)  # 5, nothing left of a file, came as 0

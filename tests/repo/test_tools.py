@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -52,6 +56,27 @@ def test_records_replace_those_of_the_same_file_and_tool(repository: Path) -> No
     gpu_tests.record([])
     lines = [json.loads(line) for line in gpu_tests.RESULTS.read_text().splitlines()]
     assert lines == [{"file": one, "tool": "memcheck", "passed": 3}, {"file": one, "tool": "pytest", "passed": 4}]
+
+
+def test_a_run_that_is_cut_short_reports_what_has_run(repository: Path) -> None:
+    test = repository / "tests/norm/test_slow.py"
+    test.write_text("import pathlib, time\ndef test_a(): ...\ndef test_b():\n    pathlib.Path('began').touch()\n    time.sleep(60)\n")
+    before = signal.signal(signal.SIGTERM, gpu_tests.interrupt)
+
+    def end() -> None:
+        while not (repository / "began").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    try:
+        code, by_file, _ = gpu_tests.run_pytest([], ["-p", "no:cacheprovider", str(test)], {})
+    finally:
+        thread.join()
+        signal.signal(signal.SIGTERM, before)
+    assert code == 2  # pytest's code for an interrupted run
+    assert by_file["tests/norm/test_slow.py"]["passed"] == 1
 
 
 def test_setup_reads_pyproject_as_toml_does() -> None:
