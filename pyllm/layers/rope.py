@@ -68,7 +68,7 @@ class LongRope:
     attention_factor: float | None = None  # None: sqrt(1 + ln(factor) / ln(original))
 
 
-TABLE_ROWS = 1 << 19  # 256 MiB at 128 dims; the 10 million positions of Llama 4 Scout would take 5 GiB
+TABLE_NUMBERS = 1 << 26  # 256 MiB: 2^19 positions of 128 dims; the 10 million of Llama 4 Scout would take 5 GiB
 Scaling = LinearScaling | DynamicNtk | Llama3 | Yarn | LongRope
 
 
@@ -116,15 +116,20 @@ class Rope:
         if isinstance(self.scaling, DynamicNtk):  # frequencies depend on each sequence's length: one line per token
             angles = batch.positions.float()[:, None] * dynamic_inv_freq(self, batch.token_lens())
             return torch.cat([angles.cos(), angles.sin()], -1), torch.arange(len(batch.ids), dtype=torch.int32, device=device)
-        if self.max_positions > TABLE_ROWS and not isinstance(self.scaling, LongRope):  # a line per token too: the same products
+        long = self._takes_long_factors(batch)
+        if self.max_positions * self.dim * (1 if long is None else 2) > TABLE_NUMBERS:  # a line per token too: the same products
             freqs, factor = _line_freqs(self, device)
-            angles = batch.positions.float()[:, None] * freqs
+            angles = batch.positions.float()[:, None] * (freqs[:1] if long is None else freqs[long.long()])
             lines = torch.cat([angles.cos() * factor, angles.sin() * factor], -1)
             return lines, torch.arange(len(batch.ids), dtype=torch.int32, device=device)
         rows = batch.positions
-        if isinstance(self.scaling, LongRope):  # the second half of the table holds the long factors
-            rows = torch.where(batch.token_lens() > self.scaling.original, rows + self.max_positions, rows)
+        if long is not None:  # the second half of the table holds the long factors
+            rows = torch.where(long, rows + self.max_positions, rows)
         return table(self, device), rows
+
+    def _takes_long_factors(self, batch: Batch) -> Tensor | None:
+        """`[T]` bool for LongRope: the token's sequence is past `original`."""
+        return batch.token_lens() > self.scaling.original if isinstance(self.scaling, LongRope) else None
 
 
 def _plain(rope: Rope, device: torch.device | str = "cpu") -> Tensor:
@@ -190,8 +195,9 @@ def _yarn_factor(s: Yarn) -> float:
 
 @lru_cache(maxsize=32)
 def _line_freqs(rope: Rope, device: torch.device) -> tuple[Tensor, float]:
-    (freqs,), factor = inv_freqs(rope)
-    return freqs.to(device), factor
+    """`[1, dim/2]`, longrope: `[2, dim/2]`, short then long."""
+    freqs, factor = inv_freqs(rope)
+    return torch.stack(freqs).to(device), factor
 
 
 @lru_cache(maxsize=32)
