@@ -34,7 +34,7 @@ def _lines(found: Inspection, tensors: bool) -> list[str]:
     if tensors and found.tensors:
         width = min(max(len(t.name) for t in found.tensors), 80)
         lines += ["tensor list", *(f"  {t.name:<{width}}  {t.type:<8} {_size(t.bytes):>10}  {list(t.shape)}" for t in found.tensors)]
-    if not found.refused and found.architecture:
+    if not found.refused and (found.architecture or found.not_served):
         lines.append("runs here    " + (f"no: {found.not_served}" if found.not_served else "yes"))
     lines += [f"suspicion    {text}" for text in found.suspicions] or ([] if found.refused else ["suspicions   none"])
     return lines + ([f"refused      {found.refused}"] if found.refused else [])

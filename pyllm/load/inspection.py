@@ -15,6 +15,7 @@ import torch
 from .chat import ChatTemplateError, render_chat
 from .checkpoint import Checkpoint, DirectoryCheckpoint, GgufCheckpoint, open_checkpoint
 from .errors import CheckpointError, show
+from .fit import misfit
 from .gguf_file import GgufFile
 from .safetensors_file import DTYPES, INDEX_NAME, SafetensorsFile, ShardedSafetensors
 from .tensors import TensorMap
@@ -68,8 +69,10 @@ class Inspection:
 
 def plain(text: object, limit: int = 160) -> str:
     """A text of the file as escaped ASCII without quotes."""
-    shown = show(text, limit)
-    return shown[1:-1] if isinstance(text, str) and shown[-1:] == shown[:1] else shown
+    if not isinstance(text, str):
+        return show(text, limit)
+    shown = ascii(text[: limit + 1])[1:-1]
+    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 
 def _value(value: Any) -> str:
@@ -164,11 +167,8 @@ def _tokenizer_oddities(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _not_served(checkpoint: Checkpoint, suspicions: list[str]) -> str | None:
-    """Why the declaration of this config does not fit, if it does not: an unknown architecture, a missing tensor, one too many. What it
-    only warns of is a suspicion."""
-    from fnmatch import fnmatchcase
-
-    from pyllm.layers import plan
+    """Why the declaration of this config does not fit, if it does not: an unknown architecture, a tensor that is missing, has another
+    shape or is one too many. What it only warns of is a suspicion."""
     from pyllm.models import spec_from_config
 
     try:
@@ -176,17 +176,9 @@ def _not_served(checkpoint: Checkpoint, suspicions: list[str]) -> str | None:
             warnings.simplefilter("always")
             spec = spec_from_config(checkpoint.config)
         suspicions += [plain(str(w.message), 300) for w in caught]
-        wanted = {name for item in plan(spec) for name in item.sources}
+        return misfit(spec, checkpoint.tensors)
     except ValueError as error:
         return plain(str(error), 300)
-    names = set(checkpoint.tensors)
-    missing = sorted(wanted - names)
-    extra = sorted(n for n in names - wanted if not any(fnmatchcase(n, g) for g in spec.ignore))
-    for what, found in (("is missing", missing), ("has no place in the model", extra)):
-        if found:
-            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            return f"tensor {show(found[0])}{more} {what}"
-    return None
 
 
 def _values(tensors: TensorMap) -> Iterator[str]:

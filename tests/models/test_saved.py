@@ -15,6 +15,7 @@ import torch
 
 from pyllm.layers import bind
 from pyllm.load.checkpoint import open_checkpoint
+from pyllm.load.fit import misfit
 from pyllm.models import REGISTRY, spec_from_config
 from tests.models import oracle
 from tests.models.paged import Paged
@@ -43,6 +44,7 @@ def test_saved_files_give_the_same_logits(module: ModuleType, name: str, tmp_pat
     again = type(model).from_pretrained(tmp_path, attn_implementation=how).eval()
     assert checkpoint.config["architectures"][0] in REGISTRY
     spec = spec_from_config(checkpoint.config)
+    assert misfit(spec, checkpoint.tensors) is None
     bound, ids, pages = bind(spec, checkpoint.tensors), torch.arange(33) * 7 % checkpoint.config["vocab_size"], Paged(spec, 1, 33)
     rows = [bound(pages.step([ids[a:b]], known=[33])) for a, b in ((0, 16), (16, 17), (17, 33))]
     oracle.assert_logits(torch.cat(rows), oracle.expected(again, ids))
