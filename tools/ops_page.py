@@ -36,7 +36,7 @@ HEAD = """# Ops
 Generated from the op registry and the docstrings by `python -m tools.ops_page`; do not edit.
 
 Every op is a documented function of `pyllm.ops` over `torch.ops.pyllm.<name>`. On a CPU tensor it runs its reference in plain
-PyTorch, on a CUDA tensor the kernel named here, or the torch composition where no kernel exists yet. All of them work under
+PyTorch, on a CUDA tensor the kernel named here, or what its text says where Python chooses. All of them work under
 `torch.compile(fullgraph=True)`:
 
 ```python
@@ -111,7 +111,7 @@ def op_section(op: OpInfo) -> str:
     function = public_function(op)
     summary, _, rest = (inspect.getdoc(function) or "").partition("\n\n")
     source = op.public.rsplit(".", 1)[0].replace(".", "/") + ".py"
-    kernel = "torch composition, no kernel of its own yet" if op.composition else f"[csrc/{op.stem}.cuh](../csrc/{op.stem}.cuh)"
+    kernel = "chosen in Python: another op, or torch" if op.composition else f"[csrc/{op.stem}.cuh](../csrc/{op.stem}.cuh)"
     name = op.public.rsplit(".", 1)[1]
     parts = [
         f"### {name}",

@@ -24,8 +24,8 @@ QuantPlan = Sequence[tuple[str, "Format | None"]]
 """Ordered (glob over checkpoint names without suffix, Format); the first match wins; None and no match: the model's dtype."""
 
 GATE_ROWS, GATE_ROWS_FP8 = 512, 1024
-"""Rows of x from which the gate in the epilogue was measured to be faster than an op of its own behind the product; in e4m3 it is as fast
-and takes half the memory in between."""
+"""Rows of x from which the gate is in the epilogue: half the memory in between; 1.01x to 1.11x the speed of cuBLAS and an op of
+its own behind it, 0.94x and 0.95x that of `dense_linear` and that op (1,024 and 4,096 rows of (28672, 4096)); in e4m3 0.98x and 1.01x."""
 
 
 class Format:
