@@ -29,8 +29,8 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 DENSE_ROWS, DENSE_COLUMNS = 1024, 2048
 """T and N from which `dense_linear` was measured at 0.97x to 1.11x the speed of cuBLAS, 1.02x on average."""
 DENSE_DECODE_ROWS, DENSE_DECODE_WEIGHT = range(128, 257), 2**26
-"""T and elements of the weight for which it is taken in decode steps too, behind a norm: 1.04x to 1.08x for 128 rows of (28672, 4096), 1.01x
-for 256; 0.93x for 512, and less for smaller weights."""
+"""T and elements of the weight for which it is taken in decode steps too, behind a norm: 1.04x to 1.08x for 128 rows of (28672, 4096),
+1.01x for 256; 0.93x for 512, and less for smaller weights."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
