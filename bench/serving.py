@@ -218,14 +218,14 @@ def _collect(name: str, model: str, rows: Sequence[Row], log: Path) -> dict[str,
 
 
 def verdict(record: dict[str, Any]) -> str:
-    """Met, missed or unknown: the absolute goal and the ratio to vLLM, whichever the row states."""
+    """Met, missed or unknown: the absolute goal and the ratio to vLLM, whichever the row states; one that is missed decides."""
     value, peer, goal = record["value"], record["vllm"], record["goal"]
     found = []
     if goal:
         found.append(value <= goal if record["unit"] == "ms" else value >= goal)
     if record["goal_ratio"]:
         found.append(None if peer is None else value >= record["goal_ratio"] * peer)
-    return "unknown" if None in found else "met" if all(found) else "missed"
+    return "missed" if False in found else "unknown" if None in found else "met"
 
 
 def read() -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ def record(**changes: Any) -> dict[str, Any]:
         ({}, "met"),
         ({"value": 1299.0}, "missed"),
         ({"vllm": None}, "unknown"),
+        ({"vllm": None, "goal": 1400}, "missed"),
+        ({"vllm": None, "goal": 1200}, "unknown"),
         ({"goal": 1400}, "missed"),
         ({"goal": 1300}, "met"),
         ({"unit": "ms", "goal": 16, "goal_ratio": None, "value": 15.9}, "met"),
