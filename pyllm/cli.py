@@ -13,10 +13,13 @@ from typer.core import TyperGroup
 
 from pyllm import cli_bench, cli_inspect
 
+MAX_LINE = 2000
+
 
 def one_line(text: str) -> str:
-    """Without control characters: a field's name in a config.json may hold terminal codes."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    """Without control characters, and cut: a field of a config.json may hold terminal codes or megabytes."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text[: MAX_LINE + 1]).split())
+    return line if len(text) <= MAX_LINE else f"{line[:MAX_LINE]}..."
 
 
 class Commands(TyperGroup):

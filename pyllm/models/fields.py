@@ -22,8 +22,8 @@ READ = {
     "original_max_position_embeddings",
 }  # fmt: skip
 NUMBERS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "layer_norm_eps", "rope_local_base_freq",
-            "attn_scale", "floor_scale", "attention_chunk_size", "clip_qkv")  # fmt: skip
-NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size", "clip_qkv")
+            "attn_scale", "floor_scale", "clip_qkv")  # fmt: skip
+NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv")
 LEAST, MOST = 1e-30, 1e30  # of any number: fp32 holds its square root's inverse, and products of a few
 FACTORS = ("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "swiglu_alpha",
            "swiglu_limit", "routed_scaling_factor")  # fmt: skip
@@ -41,11 +41,15 @@ FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_windo
 OWN = {
     *NUMBERS, *FACTORS, *SWITCHES, *SIZES, *COUNTS, *CHOICES, "sliding_window_pattern", "num_ln_in_parallel_attn", "use_sliding_window",
     "max_window_layers", "norm_topk_prob", "mlp_only_layers", "qkv_bias", "no_rope_layers", "mlp_bias", "sliding_window", "layer_types",
-    "moe_layers", "llama_4_scaling_beta", "attn_type_list",
+    "moe_layers", "llama_4_scaling_beta", "attn_type_list", "attention_chunk_size",
 }  # fmt: skip
 """Read for the architectures that have them in their defaults; for others, as in transformers, they change nothing (and warn)."""
-LIMITS = {"num_hidden_layers": 4096, "num_experts": 4096, "max_position_embeddings": 1 << 24}
-"""More layers than any model has, and the positions that fp32 angles tell apart: a damaged config is an error, not a hang."""
+WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+LIMITS = {"num_hidden_layers": 4096, "num_experts": 4096, "max_position_embeddings": 1 << 24, "vocab_size": 1 << 22}
+LIMITS |= dict.fromkeys(WIDTHS, 1 << 20)
+"""More than any model has, and the positions that fp32 angles tell apart: a damaged config is an error, not a hang."""
+MOST_SIZE = 1 << 30  # of any other size or count: kernels take 32-bit integers
+SHOWN = 20  # names in a warning
 INERT = {
     "attention_dropout", "hidden_dropout", "residual_dropout", "initializer_range", "use_cache", "bos_token_id", "eos_token_id",
     "pad_token_id", "torch_dtype", "dtype", "transformers_version", "model_type", "pretraining_tp", "_name_or_path",
@@ -109,7 +113,8 @@ NAMES: dict[str, dict[str, str]] = {
 def warn_unread(names: Iterable[str], where: str = "config") -> None:
     unknown = sorted(map(str, names))
     if unknown:
-        warnings.warn(f"{where}: fields that are not read: {', '.join(unknown)}", stacklevel=4)
+        more = f" (and {len(unknown) - SHOWN} more)" if len(unknown) > SHOWN else ""
+        warnings.warn(f"{where}: fields that are not read: {', '.join(n[:80] for n in unknown[:SHOWN])}{more}", stacklevel=4)
 
 
 def one_name(config: Mapping[str, Any], alias: str, name: str) -> dict[str, Any]:
@@ -129,11 +134,11 @@ def integers(config: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def size(config: Mapping[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
-    value, most = config.get(name, default), LIMITS.get(name)
+    value, most = config.get(name, default), LIMITS.get(name, MOST_SIZE)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"config: {name} is {value!r}, expected a {'positive integer' if least else 'count'}")
-    if most is not None and value > most:
+    if value > most:
         raise ValueError(f"config: {name} is {value}, expected at most {most}")
     return value
 

@@ -66,6 +66,8 @@ def normalize(
     c.max_window_layers = size(config, "max_window_layers", None if c.use_sliding_window and "max_window_layers" in read else 0, least=0)
     for name in SIZES:
         setattr(c, name, size(config, name) if name in read else None)
+    chunk = config.get("attention_chunk_size")
+    c.attention_chunk_size = None if chunk is None else size(config, "attention_chunk_size")
     for name in COUNTS:  # null and 0 are none
         setattr(c, name, size(config, name, 0, least=0) if name in read else 0)
     vars(c).update(choices(config, read))

@@ -82,7 +82,7 @@ def rope(config: Mapping[str, Any], c: SimpleNamespace) -> Rope:
 
     def factors(name: str) -> tuple[float, ...]:
         value = p.get(name)
-        if not isinstance(value, list) or not all(type(x) in (int, float) and x > 0 for x in value):
+        if not isinstance(value, list) or not all(type(x) in (int, float) and fields.LEAST <= x <= fields.MOST for x in value):
             raise ValueError(f"config: rope_parameters: {name} is {value!r}, expected a list of positive numbers")
         return tuple(map(float, value))
 

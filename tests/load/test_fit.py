@@ -114,3 +114,9 @@ def test_a_config_that_contradicts_the_tensors_does_not_run(tmp_path: Path, fiel
 def test_an_architecture_that_is_not_named_does_not_run(tmp_path: Path, names: object) -> None:
     root = model(tmp_path, {"config.json": LLAMA | {"architectures": names}, "tokenizer.json": None})
     assert "runs here    no: config: architectures is" in CliRunner().invoke(app, ["inspect", str(root)]).output
+
+
+def test_an_error_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    root = model(tmp_path, {"config.json": LLAMA | {"architectures": ["X" * 1_000_000]}})
+    out = CliRunner().invoke(app, ["explain", str(root)])
+    assert out.exit_code == 2 and out.stderr.startswith("pyllm: config: architectures is ['XXX") and len(out.stderr) < 2100

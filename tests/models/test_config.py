@@ -66,6 +66,12 @@ def test_a_field_at_its_default_is_not_said(name: str, off: Any, on: Any) -> Non
         spec_from_config(BASE | {name: on})
 
 
+def test_a_warning_does_not_grow_with_the_file() -> None:
+    with pytest.warns(UserWarning, match=r"not read: zz0*, zz1, zz10, .*zz26 \(and 79 more\)$") as caught:
+        spec_from_config(BASE | {f"zz{i}": i for i in range(1, 99)} | {"zz" + "0" * 100000: 1})
+    assert len(str(caught[0].message)) < 400
+
+
 def test_llama_has_no_window_and_mistral_has_one() -> None:
     mistral = BASE | {"architectures": ["MistralForCausalLM"]}
     windows = [attn(spec_from_config(mistral | c)).window for c in ({}, {"sliding_window": None}, {"sliding_window": 7})]
@@ -77,6 +83,13 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": [["x"]]}, "architectures is"),
     ({"vocab_size": "50"}, "vocab_size is '50', expected a positive integer"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected at most 4096"),
+    ({"hidden_size": 10**300}, "hidden_size is 1000.*0, expected at most 1048576"),
+    ({"num_attention_heads": 1 << 21}, "num_attention_heads is 2097152, expected at most 1048576"),
+    ({"num_key_value_heads": 10**300}, "num_key_value_heads is 10.*, expected at most 1048576"),
+    ({"head_dim": 10**300}, "head_dim is 10.*, expected at most 1048576"),
+    ({"vocab_size": 10**9}, "vocab_size is 1000000000, expected at most 4194304"),
+    ({"intermediate_size": 1 << 31}, "intermediate_size is 2147483648, expected at most 1073741824"),
+    (GEMMA | {"sliding_window": 1 << 62}, "sliding_window is 4611686018427387904, expected at most 1073741824"),
     ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000, expected at most"),
     ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x', expected a positive number"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
@@ -89,6 +102,8 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "linear", "factor": -2}}, "factor is -2, expected a positive number"),
     ({"rope_scaling": {"type": "longrope", "short_factor": 1.0, "long_factor": LONG}}, "short_factor is 1.0, expected a list"),
     ({"rope_scaling": {"type": "longrope", "short_factor": LONG}}, "long_factor is None, expected a list"),
+    ({"rope_scaling": {"type": "longrope", "short_factor": LONG, "long_factor": [10**400, *LONG[1:]]}}, "long_factor is .*expected"),
+    ({"rope_scaling": {"type": "longrope", "short_factor": [1e999, *LONG[1:]], "long_factor": LONG}}, "short_factor is .inf, .*expected"),
     ({"rope_scaling": {"rope_type": "mrope"}}, "rope_type is 'mrope'"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, r"per layer type \(full_attention\)"),
     ({"rope_interleaved": True}, "rope_interleaved is set"),

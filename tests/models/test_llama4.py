@@ -69,7 +69,9 @@ def test_what_files_leave_out() -> None:
     [({"num_experts_per_tok": 2}, "MoE feed_forward: top_k is 2, expected 1 with scale_inputs"),
      ({"no_rope_layers": [1, 0]}, "config: no_rope_layers has 2 entries, expected num_hidden_layers=5 or more"),
      ({"layer_types": ["chunked_attention"] * 5, "attention_chunk_size": None}, "config: layer_types is"),
-     ({"attention_chunk_size": -3}, "config: attention_chunk_size is -3, expected a positive number")],
+     ({"attention_chunk_size": -3}, "config: attention_chunk_size is -3, expected a positive integer"),
+     ({"attention_chunk_size": 0.5}, "config: attention_chunk_size is 0.5, expected a positive integer"),
+     ({"attention_chunk_size": 1 << 31}, "config: attention_chunk_size is 2147483648, expected at most 1073741824")],
 )  # fmt: skip
 def test_bad_fields_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
