@@ -21,7 +21,7 @@ def _rope_scaling(keys: Keys, arch: Arch, rotary: int, theta: float, longest: in
     kind = keys.get("rope.scaling.type")
     keys.get("rope.scaling.finetuned")  # a note on how the model was made
     named = [k for k in arch.scaling if k in ("linear", "yarn")]
-    if kind not in (None, "none", *named):
+    if not isinstance(kind, str | None) or kind not in (None, "none", *named):
         raise keys.fail("rope.scaling.type", f"is {show(kind)}, expected {' or '.join(['none', *named])}")
     for tensor, rule in ((ROPE_FREQS, "llama3"), (LONG, "longrope")):
         if tensor in keys.file and rule in arch.scaling:

@@ -31,7 +31,7 @@ class GgufShards(GgufFile):
                     raise CheckpointError(f"{file.path}: tensor {show(name)} is also in {self._where[name].path.name}")
                 self._where[name] = file
         total = first.metadata.get("split.tensors.count", len(self._where))
-        if total != len(self._where):
+        if type(total) is not int or total != len(self._where):
             raise CheckpointError(f"{self.path}: key 'split.tensors.count' is {show(total)}, but the files hold {len(self._where)} tensors")
 
     def files(self) -> list[GgufFile]:
@@ -57,15 +57,16 @@ class GgufShards(GgufFile):
 
 def _check_place(file: GgufFile, number: int, count: int) -> None:
     for key, want in (("split.no", number), ("split.count", count)):
-        if file.metadata.get(key) != want:
-            raise CheckpointError(f"{file.path}: key '{key}' is {show(file.metadata.get(key))}, expected {want}")
+        found = file.metadata.get(key)
+        if type(found) is not int or found != want:  # an array has no truth of its own
+            raise CheckpointError(f"{file.path}: key '{key}' is {show(found)}, expected {want}")
 
 
 def open_gguf(path: str | Path) -> GgufFile:
     """One file, or, where its `split.count` says that it is the first of several, all of them."""
     first = GgufFile(path)
     count = first.metadata.get("split.count", 1)
-    if count in (0, 1):
+    if type(count) is int and count in (0, 1):
         return first
     found = re.fullmatch(r"(.+)-00001-of-(\d{5})\.gguf", first.path.name, re.ASCII)
     if type(count) is not int or not 0 < count <= MAX_SHARDS or found is None or int(found[2]) != count:

@@ -146,12 +146,12 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     """The tokenizer that a GGUF file describes."""
     kind, pre = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre")
     tokens = _strings(file, "tokenizer.ggml.tokens")
-    if kind == "llama":
-        if pre not in (None, "default"):
+    if isinstance(kind, str) and kind == "llama":
+        if not isinstance(pre, str | None) or pre not in (None, "default"):
             raise CheckpointError(f"{file.path}: key 'tokenizer.ggml.pre' is {show(pre)}, supported for SentencePiece: default")
         tokens = spm_spelling(tokens, file.metadata.get("general.architecture"))
         backend, add_bos = _sentencepiece(file, tokens), True
-    elif kind == "gpt2":
+    elif isinstance(kind, str) and kind == "gpt2":
         if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
             raise CheckpointError(f"{file.path}: key 'tokenizer.ggml.pre' is {show(pre)}, supported: {' '.join(PRE_TOKENIZERS)}")
         backend, add_bos = _byte_level(file, tokens, PRE_TOKENIZERS[pre]), PRE_TOKENIZERS[pre].bos
