@@ -117,6 +117,6 @@ def test_an_architecture_that_is_not_named_does_not_run(tmp_path: Path, names: o
 
 
 def test_an_error_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    root = model(tmp_path, {"config.json": LLAMA | {"architectures": ["X" * 1_000_000]}})
+    root = model(tmp_path, {"config.json": LLAMA | {"architectures": ["Y" * 1_000_000]}})
     out = CliRunner().invoke(app, ["explain", str(root)])
-    assert out.exit_code == 2 and out.stderr.startswith("pyllm: config: architectures is ['XXX") and len(out.stderr) < 2100
+    assert out.exit_code == 2 and out.stderr.startswith("pyllm: config: architectures is ['YYY") and len(out.stderr) < 2100
