@@ -63,5 +63,9 @@ def expand_fp8(name: str, scales_name: str, weight: Tensor, scales: Tensor) -> T
         raise ValueError(f"checkpoint tensor {name!r} is {weight.dtype} {tuple(weight.shape)}, expected float8_e4m3fn [N, K] with scales")
     if not scales.is_floating_point() or tuple(scales.shape) != want:
         raise ValueError(f"checkpoint tensor {scales_name!r} is {scales.dtype} {tuple(scales.shape)}, expected floats {want}")
+    if not torch.isfinite(scales).all():
+        raise ValueError(f"checkpoint tensor {scales_name!r} holds a scale that is no finite number")
+    if (weight.view(torch.uint8) & 0x7F == 0x7F).any():
+        raise ValueError(f"checkpoint tensor {name!r} holds 0x7f or 0xff, which are no numbers")
     factors = scales.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return weight.float() * factors[: weight.shape[0], : weight.shape[1]]

@@ -17,6 +17,10 @@ from .gguf_spm import spm_spelling, spm_tokenizer
 CONTROL_TYPES = (2, 3)  # unknown and control tokens: special, left out of decoded text
 USER_TYPE = 4  # whole in the input like a special token, but part of decoded text
 MAX_ADDED = 100_000
+PREFIX = "tokenizer.ggml."
+READ = {"model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token", "add_space_prefix"}
+READ |= {"precompiled_charsmap", "remove_extra_whitespaces"}
+INERT = {"token_type_count"}  # of BERT; ids of special tokens (..._token_id) that are not read change no text either
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -142,8 +146,18 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
     return spm_tokenizer(file, tokens, vocab, merges, _flag(file, "add_space_prefix", True))
 
 
+def _check_all_read(file: GgufFile) -> None:
+    """A key that nobody understands may change the ids of a text: an error, unless it is off."""
+    for key, value in file.metadata.items():
+        name = key.removeprefix(PREFIX)
+        known = name == key or name in READ | INERT or name.endswith("_token_id")
+        if not known and not (isinstance(value, int | float | str) and not value):
+            raise CheckpointError(f"{file.path}: key {show(key)} is {show(value)}, which is not supported")
+
+
 def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     """The tokenizer that a GGUF file describes."""
+    _check_all_read(file)
     kind, pre = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre")
     tokens = _strings(file, "tokenizer.ggml.tokens")
     if isinstance(kind, str) and kind == "llama":

@@ -97,6 +97,9 @@ E4M3 = torch.zeros(4, 4).to(torch.float8_e4m3fn)
     ("weight", "scales", "message"),
     [(torch.zeros(4, 4), torch.ones(1, 1), "'w.weight' is torch.float32"),
      (E4M3, torch.ones(2, 1), r"'w.weight_scale_inv' is torch.float32 \(2, 1\), expected floats \(1, 1\)"),
+     (E4M3, torch.tensor([[float("inf")]]), "'w.weight_scale_inv' holds a scale that is no finite number"),
+     ((E4M3.float() + float("nan")).to(E4M3.dtype), torch.ones(1, 1), "'w.weight' holds 0x7f or 0xff, which are no numbers"),
+     ((E4M3.float() - float("nan")).to(E4M3.dtype), torch.ones(1, 1), "'w.weight' holds 0x7f or 0xff, which are no numbers"),
      (E4M3, None, "'w.weight' is torch.float8_e4m3fn, expected a plain")],
 )  # fmt: skip
 def test_bad_e4m3_is_named(weight: Tensor, scales: Tensor | None, message: str) -> None:

@@ -90,3 +90,15 @@ def test_an_array_in_place_of_a_number_of_a_split_file(tmp_path: Path, key: str)
     write(tmp_path / "m-00002-of-00002.gguf", gguf(second.items()))
     with pytest.raises(CheckpointError, match=re.escape(f"key '{key}' is array([1, 2], dtype=int32)")):
         open_gguf(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "odd"), [("add_sep_token", value(BOOL, True)), ("normalizer", value(STRING, "x")), ("ids", VALUES["no integers"])]
+)
+def test_a_key_of_the_tokenizer_that_nobody_understands(tmp_path: Path, key: str, odd: bytes) -> None:
+    off = {"tokenizer.ggml.add_sep_token": value(BOOL, False), "tokenizer.ggml.fim_pre_token_id": value(U32, 3)}
+    assert open_checkpoint(tiny(tmp_path, TOKENIZER | off)).tokenizer is not None
+    model = open_checkpoint(tiny(tmp_path, TOKENIZER | {f"tokenizer.ggml.{key}": odd}))
+    assert len(model.tensors) == 11
+    with pytest.raises(CheckpointError, match=f"key 'tokenizer.ggml.{key}' is .*, which is not supported"):
+        assert model.tokenizer
