@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .staging import Stager
 
 
+NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux; without it a file larger than the host's memory cannot be mapped writable
+
+
 class MappedFile:
     """`bytes(begin, end)` and `tensor(...)` over a memory-mapped file; every range is checked against the size at opening."""
 
@@ -31,7 +34,11 @@ class MappedFile:
         with handle:
             if self.size == 0:
                 raise CheckpointError(f"{path}: the file is empty")
-            self._map = mmap.mmap(handle.fileno(), self.size, access=mmap.ACCESS_COPY)
+            try:
+                self._map = mmap.mmap(handle.fileno(), self.size, flags=mmap.MAP_PRIVATE | NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            except (OSError, OverflowError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                raise CheckpointError(f"{path}: {self.size} bytes cannot be mapped: {reason}") from None
             self._descriptor = os.dup(handle.fileno())
         weakref.finalize(self, os.close, self._descriptor)
         self.view = memoryview(self._map)

@@ -55,6 +55,24 @@ def test_writing_into_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
     assert path.read_bytes() == GOOD
 
 
+def test_a_file_larger_than_the_memory_of_the_host(tmp_path: Path) -> None:
+    """Of holes, so that the disk need not have it."""
+    size = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    path = write(tmp_path / "m.safetensors", safetensors({"a": entry("U8", [size], 0, size)}))
+    os.truncate(path, path.stat().st_size + size)
+    file = SafetensorsFile(path)
+    assert file["a"][-1].item() == 0 and file.shape("a") == (size,)
+
+
+def test_a_file_that_cannot_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("pyllm.load.mapped.mmap.mmap", refuse)
+    with pytest.raises(CheckpointError, match=r"m.safetensors: \d+ bytes cannot be mapped: Cannot allocate memory"):
+        SafetensorsFile(write(tmp_path / "m.safetensors", GOOD))
+
+
 def test_a_file_that_shrinks_is_an_error_not_a_crash(tmp_path: Path) -> None:
     path = write(tmp_path / "m.safetensors", GOOD)
     file = SafetensorsFile(path)
