@@ -34,7 +34,7 @@ MAX_ALIGNMENT = 1 << 20
 
 # Metadata value types: struct format and numpy dtype of the scalars; 7 is bool, 8 a string, 9 an array.
 SCALARS: dict[int, str] = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|u1", 10: "<u8", 11: "<i8", 12: "<f8"}
-BOOL, STRING, ARRAY = 7, 8, 9
+U32, BOOL, STRING, ARRAY = 4, 7, 8, 9
 
 
 class _Reader:
@@ -95,8 +95,7 @@ class _Reader:
         values: np.ndarray[Any, Any] = np.frombuffer(self.take(count * np.dtype(SCALARS[kind]).itemsize, field), SCALARS[kind]).copy()
         return values.astype(bool) if kind == BOOL else values
 
-    def value(self, field: str) -> Any:
-        kind = self.u32(field)
+    def value(self, kind: int, field: str) -> Any:
         if kind == STRING:
             return self.string(field)
         if kind == ARRAY:
@@ -141,7 +140,10 @@ def _metadata(r: _Reader, keys: int) -> dict[str, Any]:
             raise r.fail(f"key {i}: {show(key)} is not a printable name")
         if key in result:
             raise r.fail(f"key {show(key)} appears twice")
-        result[key] = r.value(f"key {show(key)}")
+        kind = r.u32(f"key {show(key)}")
+        if key == "general.alignment" and kind != U32:  # other readers refuse it or take the default: no two may see different tensors
+            raise r.fail(f"key 'general.alignment': type {kind}, expected {U32} (u32)")
+        result[key] = r.value(kind, f"key {show(key)}")
     return result
 
 
@@ -201,7 +203,7 @@ class GgufFile(TensorMap):
                 raise r.fail(f"tensor {show(name)} appears twice")
             infos[name] = info
         alignment = self.metadata.get("general.alignment", 32)
-        if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        if not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             raise r.fail(f"key 'general.alignment': {show(alignment)} is not a power of 2 within 8..{MAX_ALIGNMENT}")
         self._infos = _place(r, infos, alignment)
         self.alignment, self.header_end, self.size = alignment, r.at, self._file.size

@@ -174,7 +174,9 @@ BAD: dict[str, tuple[bytes, str]] = {
     "overlap": (gguf([], [info("t", (16,), 0, 0), info("u", (8,), 0, 32)], bytes(64)), "tensor 'u': offset 32 overlaps tensor 't'"),
     "alignment 0": (align(value(U32, 0)), "key 'general.alignment': 0 is not a power of 2"),
     "alignment 24": (align(value(U32, 24)), "key 'general.alignment': 24 is not a power of 2"),
-    "alignment string": (align(value(STRING, "32")), "key 'general.alignment': '32' is not a power of 2"),
+    "alignment string": (align(value(STRING, "32")), "key 'general.alignment': type 8, expected 4 .u32."),
+    "alignment u64": (align(value(U64, 32)), "key 'general.alignment': type 10, expected 4 .u32."),
+    "alignment i32": (align(value(I32, 32)), "key 'general.alignment': type 5, expected 4 .u32."),
 }
 
 
