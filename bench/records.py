@@ -22,7 +22,8 @@ TIMES = ("timer", "cold", "sets", "rounds", "us", "us_min", "us_max", "gbs", "tf
 LIMITS = ("share", "share_of", "copy_us", "floor_us", "ceilings")
 MACHINE = ("sm_mhz", "sm_mhz_min", "watts", "celsius", "gpu", "driver", "torch", "cuda", "nvcc", "commit", "time", "command")
 FIELDS = (*WHAT, *TIMES, *LIMITS, *MACHINE)
-OTHERS = ("gpu_tests.jsonl", "serving.jsonl", "fuzz.jsonl", "load.jsonl")  # other kinds of lines: GPU tests, engines, fuzzed files, loading
+OTHERS = ("gpu_tests.jsonl", "serving.jsonl", "fuzz.jsonl", "load.jsonl", "soak.jsonl")
+"""Files beside them with other kinds of lines: GPU tests, engines, fuzzed files, loading, soak tests."""
 WORST_CELL = 0.97  # a ratio goal holds over the geometric mean of an op's cells with no cell below this
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from bench import records
-from bench.case import Goal
+from bench.case import ROOT, Goal
 from tests.bench.fixtures import CEILINGS, record
 
 
@@ -113,3 +114,10 @@ def test_best_peer_is_the_fastest_measured_baseline() -> None:
 def test_the_committed_records_are_of_the_kernels_as_they_are() -> None:
     found = [f"{r['op']} {r['case']}: {why}" for r, why in records.stale(records.read())]
     assert not found, f"measure these again (python -m bench --check-records): {found}"
+
+
+def test_files_that_hold_no_kernel_records_are_known() -> None:
+    """A tool that writes another kind of line there would break every reader of the records."""
+    writers = [*(ROOT / "tools").glob("*.py"), ROOT / "Makefile", ROOT / "bench/serving.py"]
+    named = {name for path in writers for name in re.findall(r"\b([a-z_]+\.jsonl)", path.read_text(encoding="utf-8"))}
+    assert {"gpu_tests.jsonl", "soak.jsonl", "serving.jsonl"} <= named <= set(records.OTHERS)
