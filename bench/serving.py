@@ -182,7 +182,7 @@ def measure(engine: Any, row: Row, vocab: int, rates: dict[str, float]) -> dict[
 
 def work(name: str, model: str, rows: Sequence[Row]) -> None:
     """The worker: one engine, one model; prints a JSON line for each row."""
-    from pyllm.runtime.dummy import SHAPES
+    from pyllm.api.dummy import SHAPES
 
     config = SHAPES[MODELS[model][0]]
     with tempfile.TemporaryDirectory() as folder:

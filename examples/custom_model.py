@@ -12,10 +12,10 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from pyllm import LLM, SamplingParams
+from pyllm.api.dummy import DummyWeights
 from pyllm.layers import MLP, Attn, Decoder, Embedding, Linear, MoE, Part, RMSNorm, Rope, Split, Sub, Sum
 from pyllm.load.safetensors_file import open_safetensors
-from pyllm.runtime.dummy import DummyWeights
-from pyllm.runtime.explain import explain
+from pyllm.plan.explain import explain
 
 
 def model(layers: int = 8, d: int = 64, vocab: int = 512, heads: int = 4, kv_heads: int = 2, dim: int = 16) -> Decoder:

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from pyllm import LLM, SamplingParams
+from pyllm.api.dummy import DummyWeights
 from pyllm.layers import MLP, Decoder, Part, Spec, Sub, Weight
 from pyllm.models import spec_from_config
+from pyllm.plan.explain import explain
 from pyllm.runtime.batch import Batch
-from pyllm.runtime.dummy import DummyWeights
-from pyllm.runtime.explain import explain
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

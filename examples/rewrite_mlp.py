@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from pyllm import LLM, SamplingParams, ops
+from pyllm.api.model import open_model_files
 from pyllm.layers import MLP, Decoder, Normed, rewrite
 from pyllm.models import spec_from_config
 from pyllm.runtime.batch import Batch
-from pyllm.runtime.model import open_model_files
 
 
 @dataclass(frozen=True)

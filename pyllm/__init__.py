@@ -7,7 +7,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("layers", "load", "models", "ops", "runtime")
+_SUBMODULES = ("api", "layers", "load", "measure", "models", "ops", "plan", "runtime")
 _NAMES = {
     "LLM": "llm",
     "SamplingParams": "params",
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"pyllm.{name}")
     if name in _NAMES:
-        return getattr(importlib.import_module(f"pyllm.runtime.{_NAMES[name]}"), name)
+        return getattr(importlib.import_module(f"pyllm.api.{_NAMES[name]}"), name)
     raise AttributeError(f"module 'pyllm' has no attribute {name!r}")
 
 

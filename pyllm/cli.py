@@ -75,8 +75,8 @@ def generate(
     stats: Annotated[bool, typer.Option(help="Print speeds, and where the kernels ran, on stderr.")] = True,
 ) -> None:
     """Complete a prompt, streaming the text to stdout."""
-    from pyllm.runtime.llm import LLM
-    from pyllm.runtime.params import SamplingParams
+    from pyllm.api.llm import LLM
+    from pyllm.api.params import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens)
     with LLM(model, device=device, dtype=dtype or "auto", max_batch_size=1) as llm:
@@ -122,9 +122,9 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Print what runs in a decode step: op, kernel, bytes, FLOPs and floor time of each. Reads no weights and needs no GPU."""
+    from pyllm.api.model import open_model_files
     from pyllm.models import spec_from_config
-    from pyllm.runtime.explain import explain as explain_spec
-    from pyllm.runtime.model import open_model_files
+    from pyllm.plan.explain import explain as explain_spec
 
     spec = spec_from_config(open_model_files(model).config)
     report = explain_spec(spec, tp=tp, batch=batch, context=context, gpu=gpu)

@@ -109,7 +109,7 @@ def _concurrencies(sweep: str, concurrency: int) -> list[int]:
 
 
 def _speculative(o: dict[str, Any]) -> Any:
-    from pyllm.runtime.config import DraftTargetDecodingConfig, NGramDecodingConfig
+    from pyllm.api.config import DraftTargetDecodingConfig, NGramDecodingConfig
 
     if o["draft"] is None:
         return None
@@ -136,9 +136,9 @@ def _check(o: dict[str, Any], concurrencies: list[int]) -> None:
 
 
 def _bench(o: dict[str, Any], concurrencies: list[int], default_count: int) -> None:
-    from pyllm.runtime import bench, peers
-    from pyllm.runtime.config import KvCacheConfig, SchedulerConfig
-    from pyllm.runtime.llm import LLM
+    from pyllm.api.config import KvCacheConfig, SchedulerConfig
+    from pyllm.api.llm import LLM
+    from pyllm.measure import bench, peers
 
     _check(o, concurrencies)
     count = o["num_requests"] or default_count
@@ -188,8 +188,8 @@ def _bench(o: dict[str, Any], concurrencies: list[int], default_count: int) -> N
 
 
 def _config(model: str, load_format: str) -> dict[str, Any]:
-    from pyllm.runtime.dummy import SHAPES
-    from pyllm.runtime.model import open_model_files, read_config
+    from pyllm.api.dummy import SHAPES
+    from pyllm.api.model import open_model_files, read_config
 
     if load_format == "dummy":
         return SHAPES.get(model) or read_config(model)
@@ -201,7 +201,7 @@ def _against(name: str, model: str, config: dict[str, Any], items: Any, concurre
 
     import torch
 
-    from pyllm.runtime import peers
+    from pyllm.measure import peers
 
     if not peers.installed(name):
         typer.echo(f"{name:<22}not installed")
@@ -215,7 +215,7 @@ def _against(name: str, model: str, config: dict[str, Any], items: Any, concurre
 
 
 def _curve(concurrencies: list[int], reports: list[dict[str, Any]]) -> str:
-    from pyllm.runtime.bench import knee
+    from pyllm.measure.bench import knee
 
     points = []
     rows = [f"{'concurrency':>11} {'tokens/s':>10} {'TTFT ms':>9} {'TPOT ms':>9}"]
@@ -240,12 +240,12 @@ def plan(
     """Print what would take which memory: weights, activations, KV cache. Loads nothing and needs no GPU."""
     import torch
 
+    from pyllm.api.config import CACHE_DTYPES
+    from pyllm.api.dummy import SHAPES
+    from pyllm.api.model import pick_dtype, quant_plan
     from pyllm.models import spec_from_config
-    from pyllm.runtime.config import CACHE_DTYPES
-    from pyllm.runtime.dummy import SHAPES
+    from pyllm.plan.memory import memory_plan
     from pyllm.runtime.kv import free_bytes
-    from pyllm.runtime.memory import memory_plan
-    from pyllm.runtime.model import pick_dtype, quant_plan
 
     _at_least("plan", 1, {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens}, "max_batch_size", "max_num_tokens")
     if memory is not None and not 0 < memory < float("inf"):

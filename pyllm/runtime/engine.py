@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pyllm.runtime.apart import apart
+from pyllm.api.checks import POOL_SHARE, DecoderSpec, check_draft, check_sizes, check_types, grid_of
+from pyllm.api.params import SamplingParams
+from pyllm.layers.apart import apart
+from pyllm.plan.calibrate import find_scales
 from pyllm.runtime.batch import Batch
-from pyllm.runtime.calibrate import find_scales
-from pyllm.runtime.checks import POOL_SHARE, DecoderSpec, check_draft, check_sizes, check_types, grid_of
 from pyllm.runtime.draft import DraftModel, accepted, by_lookup
 from pyllm.runtime.host import BlockPool
 from pyllm.runtime.kv import KvPool, free_bytes
 from pyllm.runtime.offload import watched
-from pyllm.runtime.params import SamplingParams
 from pyllm.runtime.request import Chunk, Request, check_order, new_request
 from pyllm.runtime.runner import Flight, Runner
 from pyllm.runtime.schedule import Scheduler

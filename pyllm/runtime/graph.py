@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pyllm.ops.attention import attention_kernel
+from pyllm.progress import progress_bar
 from pyllm.runtime.kv import SlotSizes
-from pyllm.runtime.progress import progress_bar
 
 MAX_SIZE = 1024  # larger steps take long enough for Python to stay ahead
 

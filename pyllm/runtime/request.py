@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pyllm.runtime.params import SamplingParams
+from pyllm.api.params import SamplingParams
 
 if TYPE_CHECKING:
-    from pyllm.runtime.text import TextOutput
+    from pyllm.api.text import TextOutput
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pyllm.api.params import MAX_SEED
 from pyllm.runtime.keys import PageTexts, extend_keys, root_key
 from pyllm.runtime.offload import Move, WatchedPool
-from pyllm.runtime.params import MAX_SEED
 from pyllm.runtime.request import Chunk, Plan, Request
 from pyllm.runtime.windows import Windows
 

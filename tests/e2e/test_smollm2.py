@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from pyllm.api.params import SamplingParams
 from pyllm.layers import bind
 from pyllm.load import open_checkpoint
 from pyllm.load.demo import demo_model_path
 from pyllm.models import spec_from_config
 from pyllm.runtime.engine import Engine
-from pyllm.runtime.params import SamplingParams
 from tests.models.paged import Paged
 
 PROMPTS = (

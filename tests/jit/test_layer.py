@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from pyllm.api.params import SamplingParams
 from pyllm.jit import AttentionVariant
 from pyllm.layers import Attn, Decoder, Embedding, Sub, bind
+from pyllm.plan.explain import explain
 from pyllm.runtime.batch import Batch, KvCache
 from pyllm.runtime.engine import Engine
-from pyllm.runtime.explain import explain
-from pyllm.runtime.params import SamplingParams
 from tests.jit.examples import alibi, document_mask, soft_cap
 from tests.layers.custom import DIM, HEADS, KV, VOCAB, D, random_state
 from tests.models.paged import Paged

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyllm.layers import MLP, Attn, Decoder, Dense, Embedding, LayerNorm, Linear, Part, RMSNorm, Rope, Split, Sub, bind
-from pyllm.runtime.explain import explain
+from pyllm.plan.explain import explain
 from tests.layers.custom import mine, random_state
 from tests.models.paged import Paged
 

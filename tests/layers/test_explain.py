@@ -12,7 +12,7 @@ import torch
 
 from pyllm.layers import Decoder, bind
 from pyllm.models import spec_from_config
-from pyllm.runtime.explain import explain
+from pyllm.plan.explain import explain
 from tests.layers.custom import mine, random_state
 from tests.layers.test_custom import IDS
 from tests.models.paged import Paged

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyllm.layers import Dense, Format, Linear, Part, Split, Weight, bind, plan
 from pyllm.layers.formats import resolve
-from pyllm.runtime.explain import explain
+from pyllm.plan.explain import explain
 from tests.layers.custom import VOCAB, D, mine, random_state
 from tests.layers.test_custom import IDS
 from tests.models.paged import Paged

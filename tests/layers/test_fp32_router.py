@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyllm.layers import Fp8, MoE, bind, plan
-from pyllm.runtime.explain import explain
+from pyllm.plan.explain import explain
 from tests.layers.custom import mine, random_state
 
 MOE = MoE("moe", 16, 16, 16, 1, fp32_router=True)

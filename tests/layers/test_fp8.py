@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyllm import ops
 from pyllm.layers import MLP, Attn, Decoder, Embedding, Fp8, LayerNorm, Linear, Normed, Part, RMSNorm, Rope, Split, Sub, bind, formats
-from pyllm.runtime.explain import explain
+from pyllm.plan.explain import explain
 from tests.layers.custom import DIM, FF, HEADS, KV, VOCAB, D, mine, random_state
 from tests.layers.test_custom import IDS
 from tests.models.paged import Paged

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyllm.layers import LayerNorm, plan
-from pyllm.runtime.explain import explain
+from pyllm.plan.explain import explain
 from tests.layers.test_variants import DIM, HEADS, KV, State, attention, attn, check, decoder
 
 EPS = 1e-3

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyllm.layers import MLA, Decoder, Embedding, RMSNorm, Rope, Sub, bind, plan
-from pyllm.runtime.explain import explain
+from pyllm.plan.explain import explain
 from tests.layers.custom import EPS, VOCAB, D, random_state
 from tests.layers.test_custom import IDS, assert_logits
 from tests.layers.test_tensor_parallel import run_ranks

@@ -30,7 +30,7 @@ from pyllm.layers import (
     plan,
     rewrite,
 )
-from pyllm.runtime.explain import explain
+from pyllm.plan.explain import explain
 from tests.layers.custom import D, mine, random_state
 from tests.layers.test_custom import IDS
 from tests.models.paged import Paged

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyllm.layers import MLP, Decoder, LayerNorm, RMSNorm, Sub, Sum
 from pyllm.layers.spec import Spec
-from pyllm.runtime.explain import explain
+from pyllm.plan.explain import explain
 from tests.layers.custom import FF, VOCAB, D, random_state
 from tests.layers.test_custom import IDS as SHORT
 from tests.layers.test_custom import Scale

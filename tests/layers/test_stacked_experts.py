@@ -10,7 +10,7 @@ import torch
 from pyllm.layers import Format, Linear, MoE, Part, Transform, bind, plan
 from pyllm.layers.linear import StackedWeight
 from pyllm.layers.spec import Weight
-from pyllm.runtime.explain import explain
+from pyllm.plan.explain import explain
 from tests.layers.custom import random_state
 from tests.layers.test_variants import FF, State, check, decoder
 from tests.layers.test_variants import D as WIDTH

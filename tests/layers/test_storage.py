@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyllm.layers import MLP, Attn, Decoder, Embedding, LayerNorm, Linear, Part, RMSNorm, Rope, Sub, Transform, bind, consecutive, plan
 from pyllm.models import spec_from_config
-from pyllm.runtime.explain import explain
+from pyllm.plan.explain import explain
 from tests.layers.custom import DIM, FF, HEADS, KV, VOCAB, D, random_state
 from tests.layers.test_custom import IDS
 from tests.layers.test_formats import Int4Packed

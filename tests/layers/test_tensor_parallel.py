@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyllm.layers import MLP, Decoder, Embedding, Linear, MoE, Part, Split, Sub, Sum, bind, plan
 from pyllm.models import spec_from_config
-from pyllm.runtime.explain import explain
+from pyllm.plan.explain import explain
 from tests.layers.custom import FF, VOCAB, D, mine, random_state
 from tests.layers.test_custom import IDS, Scale
 from tests.models.paged import Paged

@@ -10,12 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from pyllm.api.dummy import DummyWeights
 from pyllm.cli import app
 from pyllm.layers import bind
 from pyllm.load.fit import misfit
 from pyllm.load.tensors import TensorMap
 from pyllm.models import spec_from_config
-from pyllm.runtime.dummy import DummyWeights
 
 from .builders import safetensors
 from .test_checkpoint import model

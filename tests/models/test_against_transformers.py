@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from pyllm.api.params import SamplingParams
 from pyllm.layers import bind
 from pyllm.models import spec_from_config
 from pyllm.runtime.engine import Engine
-from pyllm.runtime.params import SamplingParams
 from tests.models import oracle
 from tests.models.oracle import SIZES, assert_logits, expected
 from tests.models.paged import Paged

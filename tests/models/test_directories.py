@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from pyllm import LLM, SamplingParams
+from pyllm.api.model import quant_plan
 from pyllm.layers import bind
 from pyllm.models import spec_from_config
-from pyllm.runtime.model import quant_plan
 from tests.layers.custom import random_state
 from tests.models import oracle, test_deepseek, test_gpt_oss, test_text_part
 

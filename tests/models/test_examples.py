@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pyllm.api.dummy import DummyWeights
 from pyllm.layers import MLP, Attn, MoE, bind, walk
 from pyllm.load.safetensors_file import open_safetensors
-from pyllm.runtime.dummy import DummyWeights
 from tests.models.paged import Paged
 from tools.digest import ROOT
 

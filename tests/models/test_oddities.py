@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pyllm.api.model import load_parts
 from pyllm.layers import Decoder, MoE, plan
 from pyllm.models import spec_from_config
-from pyllm.runtime.model import load_parts
 from tests.layers.custom import random_state
 
 BASE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, vocab_size=50)

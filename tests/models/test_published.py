@@ -9,7 +9,7 @@ import pytest
 
 from pyllm.layers import Decoder, plan
 from pyllm.models import spec_from_config
-from pyllm.runtime.explain import explain
+from pyllm.plan.explain import explain
 
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "transformers_version": "4.46.0", "use_cache": True, "torch_dtype": "bfloat16"}
 COMMON = TOKENS | {"attention_dropout": 0.0, "initializer_range": 0.02, "hidden_act": "silu", "tie_word_embeddings": False}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from pyllm.api.model import load_parts
 from pyllm.layers import Decoder, bind, plan
 from pyllm.load.checkpoint import open_checkpoint
 from pyllm.models import TEXT_PARTS, spec_from_config
-from pyllm.runtime.model import load_parts
 from tests.models import oracle
 from tests.models.paged import Paged
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyllm import LLM, KvCacheConfig, SamplingParams
-from pyllm.runtime.beam import Beam, search
+from pyllm.api.beam import Beam, search
 from pyllm.runtime.request import TokenLogprob
 from tests.runtime.tiny import EOS, VOCAB, save_tiny, tiny_spec, tiny_weights
 

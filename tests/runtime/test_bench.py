@@ -9,13 +9,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from pyllm.api.dummy import SHAPES, DummyWeights
+from pyllm.api.model import quant_plan
 from pyllm.cli import app
 from pyllm.layers import bind, plan
+from pyllm.measure import bench, peers
 from pyllm.models import spec_from_config
-from pyllm.runtime import bench, peers
-from pyllm.runtime.dummy import SHAPES, DummyWeights
-from pyllm.runtime.memory import OVERHEAD, memory_plan, weight_bytes
-from pyllm.runtime.model import quant_plan
+from pyllm.plan.memory import OVERHEAD, memory_plan, weight_bytes
 from tests.runtime.tiny import CONFIG, save_tiny, tiny_spec
 
 SMALL = ("--max-batch-size", 4, "--device", "cpu")

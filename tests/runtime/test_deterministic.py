@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyllm import LLM, KvCacheConfig, SamplingParams, SchedulerConfig
+from pyllm.api.dummy import SHAPES, DummyWeights
 from pyllm.layers import bind
+from pyllm.layers.apart import apart
 from pyllm.models import spec_from_config
-from pyllm.runtime.apart import apart
-from pyllm.runtime.dummy import SHAPES, DummyWeights
 from pyllm.runtime.engine import Engine
 from tests.runtime.fake import FakeModel, expected
 from tests.runtime.test_engine import assert_idle, make

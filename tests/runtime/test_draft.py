@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pyllm.api.dummy import DummyWeights
+from pyllm.api.params import SamplingParams
 from pyllm.models import spec_from_config
 from pyllm.runtime.draft import accepted, prompt_lookup
-from pyllm.runtime.dummy import DummyWeights
 from pyllm.runtime.engine import Engine
-from pyllm.runtime.params import SamplingParams
 from tests.runtime.fake import FakeDraft, FakeModel, FakeSpec, expected, hashed
 from tests.runtime.test_engine import assert_idle, make
 from tests.runtime.tiny import CONFIG, tiny_spec, tiny_weights

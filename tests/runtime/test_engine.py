@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pyllm.api.params import SamplingParams
 from pyllm.runtime import pack, pool
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.graph import graph_sizes
-from pyllm.runtime.params import SamplingParams
 from tests.runtime.fake import EOS, NAN_TOKEN, VOCAB, FakeModel, FakeSpec, expected, hashed
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

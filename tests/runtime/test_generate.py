@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from pyllm import LLM, KvCacheConfig, SamplingParams
+from pyllm.api.model import load_parts, pick_device, pick_dtype
 from pyllm.cli import app
-from pyllm.runtime.model import load_parts, pick_device, pick_dtype
 from tests.runtime.test_llm import speaking
 from tests.runtime.tiny import CONFIG, EOS, IM_END, save_tiny, tiny_weights
 

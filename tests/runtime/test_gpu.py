@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pyllm import LLM, CudaGraphConfig, KvCacheConfig, SamplingParams
+from pyllm.api.dummy import SHAPES, DummyWeights
 from pyllm.layers import bind
 from pyllm.models import spec_from_config
-from pyllm.runtime.dummy import SHAPES, DummyWeights
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.graph import Graphs, graph_sizes
 

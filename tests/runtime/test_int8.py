@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from pyllm import LLM, KvCacheConfig, SamplingParams
+from pyllm.api.dummy import DummyWeights
 from pyllm.layers import bind
 from pyllm.models import spec_from_config
-from pyllm.runtime.calibrate import MARGIN, find_scales
-from pyllm.runtime.dummy import DummyWeights
+from pyllm.plan.calibrate import MARGIN, find_scales
 from pyllm.runtime.engine import Engine
 from tests.runtime.fake import FakeModel, FakeSpec, expected
 from tests.runtime.tiny import CONFIG, VOCAB, tiny_spec, tiny_weights
@@ -97,7 +97,7 @@ def test_through_the_api_and_what_it_cannot_be() -> None:
     with LLM(tiny_spec(), weights=WEIGHTS, device="cpu", kv_cache_config=cache, progress=False) as llm:
         assert llm._engine.kv.dtype == torch.int8
         assert llm.generate([1, 2, 3], SamplingParams(max_tokens=4), use_tqdm=False).outputs[0].length == 4
-    from pyllm.runtime.checks import check_int8
+    from pyllm.api.checks import check_int8
 
     with pytest.raises(ValueError, match=r"an int8 cache with torch.float32 and head dims \[8\], expected bfloat16 or float16"):
         check_int8(FakeSpec(), torch.float32, True)

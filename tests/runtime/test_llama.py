@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
+from pyllm.api.params import SamplingParams
 from pyllm.layers import bind
 from pyllm.runtime.batch import Batch, KvCache
 from pyllm.runtime.engine import Engine
-from pyllm.runtime.params import SamplingParams
 from tests.runtime.tiny import CONFIG, VOCAB, tiny_spec, tiny_weights
 
 LENGTHS = [1, 2, 15, 16, 17, 33, 5, 70]

@@ -359,7 +359,7 @@ def test_inputs_that_are_refused(llm) -> None:
 
 
 def test_what_cannot_fit_is_said_before_anything_is_loaded(folder, monkeypatch) -> None:
-    monkeypatch.setattr("pyllm.runtime.model.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("pyllm.api.model.free_bytes", lambda device: 1000)
     with pytest.raises(MemoryError, match=r"the weights take .* MiB in torch.float32, 0.0 MiB are free on cpu"):
         LLM(folder, device="cpu")
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pyllm.runtime.params import SamplingParams
+from pyllm.api.params import SamplingParams
 from tests.runtime.fake import EOS, FakeDraft, FakeModel, FakeSpec, expected
 from tests.runtime.test_draft import nearly, repeating
 from tests.runtime.test_engine import assert_idle, make

@@ -14,9 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 from pyllm import LLM, CudaGraphConfig, KvCacheConfig, SamplingParams
+from pyllm.api.text import TextOutput
 from pyllm.cli import app
 from pyllm.load.tokenizer import Tokenizer
-from pyllm.runtime.text import TextOutput
 from tests.runtime.test_llm import speaking
 from tests.runtime.tiny import byte_tokenizer, save_tiny
 
@@ -164,7 +164,7 @@ def test_generate_with_a_closed_stdout(folder) -> None:
 
 
 def test_datasets(tmp_path) -> None:
-    from pyllm.runtime.bench import read_dataset
+    from pyllm.measure.bench import read_dataset
 
     path = tmp_path / "d.jsonl"
     path.write_text('{"prompt": "a\u2028b", "output_tokens": 3}\n', encoding="utf-8")

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyllm import LLM, KvCacheConfig, SamplingParams
+from pyllm.api.dummy import DummyWeights
 from pyllm.models import spec_from_config
-from pyllm.runtime.dummy import DummyWeights
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.offload import HostPages
 from tests.runtime.fake import FakeDraft, FakeModel, FakeSpec, expected, hashed

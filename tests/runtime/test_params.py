@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pyllm.runtime.params import SamplingParams
+from pyllm.api.params import SamplingParams
 
 
 def test_unset_is_greedy_and_a_cut_alone_samples() -> None:

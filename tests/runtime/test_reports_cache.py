@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pyllm import LLM, KvCacheConfig, SamplingParams
+from pyllm.api.dummy import SHAPES, DummyWeights
 from pyllm.layers import bind
 from pyllm.models import spec_from_config
-from pyllm.runtime.dummy import SHAPES, DummyWeights
 from pyllm.runtime.engine import Engine
 from tests.runtime.tiny import CONFIG, VOCAB, save_tiny, tiny_spec, tiny_weights
 

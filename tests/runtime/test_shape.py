@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from pyllm.api.params import SamplingParams
 from pyllm.runtime.engine import Engine
-from pyllm.runtime.params import SamplingParams
 from tests.runtime.fake import EOS, FakeModel, FakeSpec, expected, hashed
 from tests.runtime.test_engine import assert_idle, make
 

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pyllm.api.dummy import DummyWeights
+from pyllm.api.params import SamplingParams
 from pyllm.models import spec_from_config
 from pyllm.runtime.batch import Batch
-from pyllm.runtime.dummy import DummyWeights
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.kv import KvPool
-from pyllm.runtime.params import SamplingParams
 from pyllm.runtime.windows import WindowPages, pages_within, window_needs
 from tests.runtime.fake import FakeDraft, FakeModel, FakeSpec, expected
 from tests.runtime.test_draft import nearly, repeating

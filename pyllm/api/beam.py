@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
-from pyllm.runtime.outputs import CompletionOutput, RequestOutput
-from pyllm.runtime.params import SamplingParams
+from pyllm.api.outputs import CompletionOutput, RequestOutput
+from pyllm.api.params import SamplingParams
 from pyllm.runtime.request import Request, TokenLogprob
 
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pyllm.api.text import TextOutput
 from pyllm.runtime.request import Request, Timing, TokenLogprob
-from pyllm.runtime.text import TextOutput
 
 if TYPE_CHECKING:
     from pyllm.load.tokenizer import Tokenizer

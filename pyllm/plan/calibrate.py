@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pyllm.api.checks import DecoderSpec, check_int8
 from pyllm.runtime.batch import Batch
-from pyllm.runtime.checks import DecoderSpec, check_int8
 from pyllm.runtime.kv import KvPool
 
 TOKENS = 512

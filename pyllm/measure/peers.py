@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pyllm.runtime.bench import Item
+from pyllm.measure.bench import Item
 
 PEERS = ("hf", "vllm")
 

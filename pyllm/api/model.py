@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pyllm import _native
+from pyllm.plan.memory import weight_bytes
+from pyllm.progress import progress_bar
 from pyllm.runtime.kv import free_bytes, show_bytes
-from pyllm.runtime.memory import weight_bytes
-from pyllm.runtime.progress import progress_bar
 
 if TYPE_CHECKING:
     from pyllm.layers import Decoder
@@ -58,10 +58,10 @@ def load_parts(
 
     quant: as in `bind`, or "fp8": all products but the head and routers. invariant: as in `bind`.
     """
+    from pyllm.api.dummy import SHAPES, DummyWeights
     from pyllm.layers import Decoder, bind
     from pyllm.load.staging import on_device
     from pyllm.models import spec_from_config
-    from pyllm.runtime.dummy import SHAPES, DummyWeights
 
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format is {load_format!r}, expected 'auto' or 'dummy'")
@@ -91,8 +91,8 @@ def load_parts(
 
 def read_config(model: str | Path) -> dict[str, Any]:
     """config.json of a directory, or the file itself: all that random weights need."""
+    from pyllm.api.dummy import SHAPES
     from pyllm.load.jsonfile import read_json_object
-    from pyllm.runtime.dummy import SHAPES
 
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path

@@ -21,8 +21,8 @@ from pyllm.layers.spec import Spec, nodes, path_of
 from pyllm.ops.attention import attention_kernel
 from pyllm.ops.gemm import dense_wins, streams
 from pyllm.ops.registry import OPS
-from pyllm.runtime import fusions
-from pyllm.runtime.gpus import GPUS, Gpu
+from pyllm.plan import fusions
+from pyllm.plan.gpus import GPUS, Gpu
 
 
 @dataclass(frozen=True)

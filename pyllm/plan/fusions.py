@@ -14,7 +14,7 @@ from pyllm.layers.norm import RMSNorm
 from pyllm.layers.spec import Spec, nodes
 
 if TYPE_CHECKING:
-    from pyllm.runtime.costs import Context
+    from pyllm.plan.costs import Context
 
 
 def _asked(linear: Any, ctx: Context, path: str) -> tuple[Format, tuple[int, int, int, torch.dtype, str]]:

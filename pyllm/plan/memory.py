@@ -12,9 +12,9 @@ from pyllm.runtime.batch import Batch
 from pyllm.runtime.kv import KvPool, page_bytes, show_bytes
 
 if TYPE_CHECKING:
+    from pyllm.api.model import Parts
     from pyllm.layers import Decoder
     from pyllm.layers.formats import QuantPlan
-    from pyllm.runtime.model import Parts
 
 OVERHEAD = 1 << 30  # CUDA context, libraries' workspaces and captured graphs; about 0.9 GiB on an H200
 

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyllm.runtime.beam import run_searches
-from pyllm.runtime.config import CudaGraphConfig, DraftTargetDecodingConfig, KvCacheConfig, NGramDecodingConfig, SchedulerConfig
+from pyllm.api.beam import run_searches
+from pyllm.api.config import CudaGraphConfig, DraftTargetDecodingConfig, KvCacheConfig, NGramDecodingConfig, SchedulerConfig
+from pyllm.api.model import CHUNK, Parts, load_parts
+from pyllm.api.outputs import RequestOutput
+from pyllm.api.params import SamplingParams
+from pyllm.api.prompts import one_prompt, prompt_ids
+from pyllm.api.refuse import LLM_HINTS, check_llm, of_type, refuse_unknown
+from pyllm.api.text import TextOutput
+from pyllm.plan.memory import activation_bytes
+from pyllm.progress import progress_bar
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.loop import EngineLoop
-from pyllm.runtime.memory import activation_bytes
-from pyllm.runtime.model import CHUNK, Parts, load_parts
 from pyllm.runtime.offload import WatchedPool
-from pyllm.runtime.outputs import RequestOutput
-from pyllm.runtime.params import SamplingParams
-from pyllm.runtime.progress import progress_bar
-from pyllm.runtime.prompts import one_prompt, prompt_ids
-from pyllm.runtime.refuse import LLM_HINTS, check_llm, of_type, refuse_unknown
 from pyllm.runtime.request import Request
-from pyllm.runtime.text import TextOutput
 
 if TYPE_CHECKING:
     from pyllm.layers import Decoder

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 import pyllm
-from pyllm.runtime.llm import LLM
-from pyllm.runtime.outputs import RequestOutput
-from pyllm.runtime.params import SamplingParams
-from pyllm.runtime.progress import progress_bar
+from pyllm.api.llm import LLM
+from pyllm.api.outputs import RequestOutput
+from pyllm.api.params import SamplingParams
+from pyllm.progress import progress_bar
 
 PERCENTILES = (50, 90, 95, 99)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pyllm.runtime.refuse import Checked
+from pyllm.api.refuse import Checked
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1

@@ -2,7 +2,7 @@
 
 Every row is one op: the parts it serves, its kernel, the bytes it must move and the FLOPs it must do, and the floor time that follows
 on a GPU.
-A layer of your own shows its Linears and one row for the rest; register more with `@pyllm.runtime.costs.rows.register(YourLayer)`.
+A layer of your own shows its Linears and one row for the rest; register more with `@pyllm.plan.costs.rows.register(YourLayer)`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pyllm.layers.linear import Embedding, Linear, check_plan
 from pyllm.layers.mlp import MLP
 from pyllm.layers.norm import RMSNorm
 from pyllm.layers.spec import Spec, join, need_sizes, walk
-from pyllm.runtime.costs import GPUS, Context, Row, edge_rows, linear_rows, product, rows
-from pyllm.runtime.fusions import added_inside, norm_inside, normed_e4m3, norms
+from pyllm.plan.costs import GPUS, Context, Row, edge_rows, linear_rows, product, rows
+from pyllm.plan.fusions import added_inside, norm_inside, normed_e4m3, norms
 
 
 @dataclass(frozen=True)
