@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -245,7 +246,7 @@ def plan(
     from pyllm.api.model import pick_dtype, quant_plan
     from pyllm.models import spec_from_config
     from pyllm.plan.memory import memory_plan
-    from pyllm.runtime.kv import free_bytes
+    from pyllm.plan.pages import free_bytes
 
     _at_least("plan", 1, {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens}, "max_batch_size", "max_num_tokens")
     if memory is not None and not 0 < memory < float("inf"):
@@ -254,7 +255,7 @@ def plan(
         raise ValueError(f"plan: --free-gpu-memory-fraction is {free_gpu_memory_fraction}, expected more than 0, at most 1")
     config = _config(model, "dummy" if model in SHAPES else "auto")
     here = torch.cuda.is_available()
-    total = int(memory * 2**30) if memory is not None else free_bytes(torch.device("cuda")) if here else 141 * 10**9
+    total = math.ceil(memory * 2**30) if memory is not None else free_bytes(torch.device("cuda")) if here else 141 * 10**9
     kind = pick_dtype(None if dtype == "auto" else dtype, torch.device("cuda"), config)
     if kv_cache_dtype not in CACHE_DTYPES:
         raise ValueError(f"plan: --kv-cache-dtype is {kv_cache_dtype!r}, expected {' or '.join(CACHE_DTYPES)}")

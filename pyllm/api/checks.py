@@ -9,7 +9,7 @@ import torch
 
 from pyllm.api.params import id_tuple
 from pyllm.ops.attention import DECODE_DIMS, PREFILL_FP8_DIMS
-from pyllm.runtime.kv import ONE_BYTE, SlotSizes
+from pyllm.plan.pages import ONE_BYTE, SlotSizes
 from pyllm.runtime.schedule import LOGIT_ROWS
 
 # Share of the free memory that the KV pool takes when no size is given: the rest is for activations, and a CPU's memory is everybody's.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from pyllm.api.refuse import Checked
+from pyllm.plan.pages import PAGE_SIZES
 from pyllm.runtime.graph import graph_sizes
-from pyllm.runtime.kv import PAGE_SIZES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ import torch
 
 from pyllm import _native
 from pyllm.plan.memory import weight_bytes
+from pyllm.plan.pages import free_bytes, show_bytes
 from pyllm.progress import progress_bar
-from pyllm.runtime.kv import free_bytes, show_bytes
 
 if TYPE_CHECKING:
     from pyllm.layers import Decoder

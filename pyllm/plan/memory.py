@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pyllm.plan.pages import cache_bytes, count_pages, show_bytes, window_needs
 from pyllm.runtime.batch import Batch
-from pyllm.runtime.kv import KvPool, page_bytes, show_bytes
+from pyllm.runtime.kv import KvPool
 
 if TYPE_CHECKING:
     from pyllm.api.model import Parts
@@ -65,23 +66,29 @@ def activation_bytes(parts: Parts, tokens: int, max_batch: int, page_size: int) 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes, before anything is loaded. activations: an estimate, of the widest step between two layers and of its logits."""
+    """Bytes, before anything is loaded. activations: an estimate, of the widest step between two layers and of its logits.
+
+    kv: of the cache, `windows` of it for layers that keep the last tokens of each request alone; the others take kv_token bytes for each of
+    `tokens`, which is 0 where nothing fits. enough: these are all that max_batch requests can have.
+    """
 
     total: int
     weights: int
     activations: int
     overhead: int
     kv: int
+    windows: int
     kv_token: int
-
-    @property
-    def tokens(self) -> int:
-        return self.kv // self.kv_token if self.kv_token else 0
+    tokens: int
+    enough: bool
 
     def __str__(self) -> str:
         rows = [("weights", self.weights), ("activations", self.activations), ("overhead", self.overhead), ("KV cache", self.kv)]
+        if self.windows:
+            rows.append(("  windows", self.windows))
         lines = [f"{name:<12} {show_bytes(size):>12}  {size / self.total:6.1%}" for name, size in rows]
-        room = f"{self.tokens:,} tokens of {self.kv_token / 1024:.4g} KiB each" if self.kv else "does not fit"
+        each = f" of {self.kv_token / 1024:.4g} KiB each" if self.kv_token else ""
+        room = f"{self.tokens:,} tokens{each}{', all that the requests can have' * self.enough}" if self.tokens else "does not fit"
         return "\n".join([f"{'memory':<12} {show_bytes(self.total):>12}", *lines, f"{'KV room':<12} {room}"])
 
 
@@ -95,6 +102,7 @@ def memory_plan(
     max_batch: int,
     fraction: float,
     quant: QuantPlan = (),
+    page_size: int = 64,
 ) -> MemoryPlan:
     """What `LLM` would do with `total` bytes of free memory, with steps of `tokens` prompt tokens and `max_batch` requests."""
     from pyllm.layers import plan
@@ -103,5 +111,11 @@ def memory_plan(
     step = tokens + max_batch
     activations = step * (widest + widest // 2 + 3 * spec.embed.d) * dtype.itemsize + max_batch * spec.vocab_size * (dtype.itemsize + 4)
     weights = weight_bytes(spec, dtype, quant)
-    free = max(total - weights - activations - OVERHEAD, 0)
-    return MemoryPlan(total, weights, activations, OVERHEAD, int(free * fraction), page_bytes(spec.kv_slots(), 64, kv_dtype) // 64)
+    room = int(max(total - weights - activations - OVERHEAD, 0) * fraction)
+    slots = spec.kv_slots()
+    pages = count_pages(most := max_batch * spec.max_positions, page_size, max_batch, step, [(spec, kv_dtype)], room)
+    kept, windows = cache_bytes(slots, page_size, kv_dtype, pages, window_needs(slots, page_size, max_batch, step, pages))
+    fits = kept + windows <= room
+    stored = (pages - 1) * page_size * fits
+    each = kept // (pages * page_size)
+    return MemoryPlan(total, weights, activations, OVERHEAD, (kept + windows) * fits, windows * fits, each, stored, stored >= most)

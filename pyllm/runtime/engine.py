@@ -13,15 +13,16 @@ from pyllm.api.checks import POOL_SHARE, DecoderSpec, check_draft, check_sizes, 
 from pyllm.api.params import SamplingParams
 from pyllm.layers.apart import apart
 from pyllm.plan.calibrate import find_scales
+from pyllm.plan.pages import Stored, count_pages, free_bytes
 from pyllm.runtime.batch import Batch
 from pyllm.runtime.draft import DraftModel, accepted, by_lookup
 from pyllm.runtime.host import BlockPool
-from pyllm.runtime.kv import KvPool, free_bytes
+from pyllm.runtime.kv import KvPool
 from pyllm.runtime.offload import watched
 from pyllm.runtime.request import Chunk, Request, check_order, new_request
 from pyllm.runtime.runner import Flight, Runner
 from pyllm.runtime.schedule import Scheduler
-from pyllm.runtime.windows import Stored, Windows, count_pages, step_sizes
+from pyllm.runtime.windows import Windows, step_sizes
 
 
 class Engine:

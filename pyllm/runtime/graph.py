@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pyllm.ops.attention import attention_kernel
+from pyllm.plan.pages import SlotSizes
 from pyllm.progress import progress_bar
-from pyllm.runtime.kv import SlotSizes
 
 MAX_SIZE = 1024  # larger steps take long enough for Python to stay ahead
 

@@ -7,33 +7,18 @@ The pages start uninitialised: every op reads only the first kv_len keys of a se
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from pyllm.plan.pages import ONE_BYTE, SlotSizes, free_bytes, page_bytes, show_bytes
 from pyllm.runtime.batch import KvCache
 
 if TYPE_CHECKING:
     from pyllm.runtime.offload import Move
     from pyllm.runtime.windows import WindowPages
-
-PAGE_SIZES = (16, 32, 64, 128)
-ONE_BYTE = (torch.float8_e4m3fn, torch.int8)
-KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *ONE_BYTE)
-
-
-class SlotSizes(Protocol):
-    """What the pool needs to know of a KV slot (`pyllm.layers.KvSlot`)."""
-
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def window(self) -> int | None: ...
 
 
 class KvPool:
@@ -117,29 +102,3 @@ class KvPool:
                 f"KvPool: a scale of slot {number} is {scale.dtype} {list(scale.shape)}, expected float32 [1] or [{slot.kv_heads}]"
             )
         return scale.to(self.device)
-
-
-def page_bytes(slots: Mapping[int, SlotSizes], page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one page over all slots, keys and values."""
-    if page_size not in PAGE_SIZES:
-        raise ValueError(f"KvPool: page_size is {page_size}, expected one of {', '.join(map(str, PAGE_SIZES))}")
-    if dtype not in KV_DTYPES:
-        raise ValueError(f"KvPool: dtype is {dtype}, expected one of {', '.join(str(d).removeprefix('torch.') for d in KV_DTYPES)}")
-    return sum(2 * page_size * s.kv_heads * s.head_dim * dtype.itemsize for s in slots.values())
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that an allocation on the device can still get."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-        return kib * 1024
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def show_bytes(n: int) -> str:
-    return f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"

@@ -10,53 +10,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pyllm.plan.pages import SlotSizes, Stored, window_needs
 from pyllm.runtime.graph import graph_sizes, token_sizes
-from pyllm.runtime.kv import SlotSizes, page_bytes
 from pyllm.runtime.request import Request
 from pyllm.runtime.sample import to_device
-
-Stored = Sequence[tuple[Any, torch.dtype]]
-"""Declarations and the dtype of their caches, the model's own first, behind it the draft model's."""
-
-
-def window_needs(slots: Mapping[int, SlotSizes], page_size: int, max_batch: int, step: int, pages: int) -> dict[int, int]:
-    """window -> places, the dummy page included, for those windows that need fewer than `pages`.
-
-    With c tokens in a step a request holds what c + window - 1 tokens touch: (window + c) / P + 2 pages at most, and all c are `step` at
-    most. So no request ever finds none.
-    """
-    needs = {w: 1 + max_batch * (-(-w // page_size) + 2) + -(-step // page_size) for s in slots.values() if (w := s.window)}
-    return {w: n for w, n in needs.items() if n < pages}
-
-
-def pages_within(
-    slots: Mapping[int, SlotSizes], page_size: int, dtype: torch.dtype, max_batch: int, step: int, room: int, extra: int
-) -> int:
-    """The most pages whose keys and values, and `extra` bytes for each, fit in `room` bytes; at least 2."""
-    few = window_needs(slots, page_size, max_batch, step, 2**31)
-    each = {number: page_bytes({number: s}, page_size, dtype) for number, s in slots.items()}
-    low, high = 2, (2**31 - 1) // page_size
-    while low < high:
-        middle = (low + high + 1) // 2
-        need = extra * middle + sum(size * min(middle, few.get(slots[n].window or 0, middle)) for n, size in each.items())
-        low, high = (middle, high) if need <= room else (low, middle - 1)
-    return low
-
-
-def count_pages(tokens: int, page_size: int, max_batch: int, step: int, stored: Stored, room: int | None) -> int:
-    """Pages for so many tokens and the dummy page, at most what `room` bytes hold."""
-    wanted = -(-tokens // page_size) + 1
-    if room is None:
-        return wanted
-    (spec, kind), *others = stored
-    extra = sum(page_bytes(s.kv_slots(), page_size, t) for s, t in others)
-    return min(wanted, pages_within(spec.kv_slots(), page_size, kind, max_batch, step, room, extra))
 
 
 def step_sizes(

@@ -129,8 +129,10 @@ def test_the_memory_plan_adds_up() -> None:
     total = 141 * 10**9
     made = memory_plan(spec, total, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, tokens=8192, max_batch=256, fraction=0.9)
     assert made.kv_token == 32 * 2 * 8 * 128  # layers, K and V, heads, dims; one byte each
-    assert made.kv == int((total - made.weights - made.activations - OVERHEAD) * 0.9)
-    assert made.tokens == made.kv // made.kv_token
+    room = int((total - made.weights - made.activations - OVERHEAD) * 0.9)
+    page = 64 * made.kv_token
+    assert (made.kv, made.windows, made.enough) == (room // page * page, 0, False)  # whole pages of 64 tokens, and one is the dummy page
+    assert made.tokens == made.kv // made.kv_token - 64
     assert math.isclose(made.activations, 1.1e9, rel_tol=0.5)
 
 
@@ -149,6 +151,7 @@ def test_fp8_halves_the_weights_and_runs(folder) -> None:
 def test_the_plan_command(folder) -> None:
     out = command("plan", "llama-3.1-8b", "--memory", 141, "--kv-cache-dtype", "fp8")
     assert (out.exit_code, "tokens of 64 KiB each" in out.stdout) == (0, True), out.output
+    assert command("plan", folder, "--memory", 1e-12).exit_code == 1
     out = command("plan", "llama-3.1-70b", "--memory", 100)
     assert (out.exit_code, "does not fit" in out.stdout) == (1, True)
     assert command("plan", folder, "--memory", 10).exit_code == 0

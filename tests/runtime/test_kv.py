@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pyllm.plan.pages import free_bytes
 from pyllm.runtime import kv
 from pyllm.runtime.kv import KvPool
 
@@ -51,4 +52,4 @@ def test_errors() -> None:
         KvPool(SLOTS, 4, 8)
     with pytest.raises(ValueError, match="beyond the int32 slots of a batch"):
         KvPool(SLOTS, 2**25, 64)
-    assert kv.free_bytes(torch.device("cpu")) > 2**20
+    assert free_bytes(torch.device("cpu")) > 2**20

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from pyllm.api.dummy import DummyWeights
 from pyllm.api.params import SamplingParams
 from pyllm.models import spec_from_config
+from pyllm.plan.memory import OVERHEAD, memory_plan
+from pyllm.plan.pages import pages_within, window_needs
 from pyllm.runtime.batch import Batch
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.kv import KvPool
-from pyllm.runtime.windows import WindowPages, pages_within, window_needs
+from pyllm.runtime.windows import WindowPages
 from tests.runtime.fake import FakeDraft, FakeModel, FakeSpec, expected
 from tests.runtime.test_draft import nearly, repeating
 from tests.runtime.test_engine import assert_idle, make
@@ -183,6 +185,28 @@ def test_a_real_model_says_the_same_with_fewer_places(windows) -> None:
         sizes = {c.k.shape[0] for c in engine.kv.caches.values()}
         assert sizes == ({21} if options["max_batch"] == 60 else {251, 11} if layers else {11})
     assert got[0] == got[1]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("room", [300_000, 3_000_000, 10**9])
+def test_the_memory_plan_is_what_an_engine_takes(monkeypatch, room: int, every: int) -> None:
+    """A page of 16 tokens takes 16 KiB a layer: room for 9 pages of both layers, for all places of a window, and for all there can be."""
+    from pyllm.layers import Attn, rewrite
+
+    spec = spec_from_config(CONFIG | {"architectures": ["MistralForCausalLM"], "sliding_window": 24, "max_position_embeddings": 4096})
+    spec = rewrite(spec, Attn, lambda a: replace(a, window=None if every == 2 and a.kv % 2 else 24))
+    sizes = {"dtype": torch.float32, "kv_dtype": torch.float32, "max_batch": 2, "page_size": 16}
+    nothing = memory_plan(spec, 1, tokens=30, fraction=0.5, **sizes)
+    assert (nothing.kv, nothing.tokens, str(nothing).endswith("does not fit")) == (0, 0, True)
+    total = nothing.weights + nothing.activations + OVERHEAD + 2 * room
+    planned = memory_plan(spec, total, tokens=30, fraction=0.5, **sizes)
+    monkeypatch.setattr("pyllm.runtime.engine.free_bytes", lambda device: total - nothing.weights - OVERHEAD)
+    engine = Engine(spec, DummyWeights(spec), chunk=30, memory_share=0.5, spare_bytes=nothing.activations, **sizes)
+    assert (planned.kv, planned.tokens) == (engine.kv.bytes, 16 * engine.pool.total)
+    assert planned.enough == (room == 10**9 or (every == 1 and room == 3_000_000))
+    small = sum(t.nbytes for c in engine.kv.caches.values() if c.pages is not None for t in (c.k, c.v))
+    assert (planned.windows, f"{planned.tokens:,} tokens" in str(planned)) == (small, True)
+    assert (small > 0) == (room > 300_000)
 
 
 @pytest.mark.gpu
