@@ -14,6 +14,9 @@ app = typer.Typer(no_args_is_help=True, help="Measure a model on this machine; n
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Directory, .gguf file, or (with --load-format dummy) a shape: llama-3.1-8b ...")
 ]
+PlanModel = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Directory or its config.json alone, .gguf file, or a shape: llama-3.1-8b ...")
+]
 Dataset = Annotated[Path | None, typer.Option(help="JSON lines with prompt or input_ids, and output_tokens. Default: random token ids.")]
 InputLen = Annotated[int, typer.Option(help="Tokens of each random prompt.")]
 OutputLen = Annotated[int, typer.Option(help="Tokens to generate for each random prompt.")]
@@ -229,7 +232,7 @@ def _curve(concurrencies: list[int], reports: list[dict[str, Any]]) -> str:
 
 
 def plan(
-    model: Model,
+    model: PlanModel,
     memory: Annotated[float | None, typer.Option(help="GiB of the GPU. Default: what is free on this one, or 141.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
     quantization: Quant = None,
@@ -253,7 +256,9 @@ def plan(
         raise ValueError(f"plan: --memory is {memory}, expected GiB, more than 0")
     if not 0 < free_gpu_memory_fraction <= 1:
         raise ValueError(f"plan: --free-gpu-memory-fraction is {free_gpu_memory_fraction}, expected more than 0, at most 1")
-    config = _config(model, "dummy" if model in SHAPES else "auto")
+    path = Path(model)
+    alone = model in SHAPES or path.name == "config.json" or (path / "config.json").is_file()  # the weights need not be there
+    config = _config(model, "dummy" if alone else "auto")
     here = torch.cuda.is_available()
     total = math.ceil(memory * 2**30) if memory is not None else free_bytes(torch.device("cuda")) if here else 141 * 10**9
     kind = pick_dtype(None if dtype == "auto" else dtype, torch.device("cuda"), config)

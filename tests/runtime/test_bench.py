@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,13 +149,17 @@ def test_fp8_halves_the_weights_and_runs(folder) -> None:
     assert (out.exit_code, "quant is 'int1', expected 'fp8'" in out.stderr) == (2, True)
 
 
-def test_the_plan_command(folder) -> None:
+def test_the_plan_command(folder, tmp_path) -> None:
     out = command("plan", "llama-3.1-8b", "--memory", 141, "--kv-cache-dtype", "fp8")
     assert (out.exit_code, "tokens of 64 KiB each" in out.stdout) == (0, True), out.output
     assert command("plan", folder, "--memory", 1e-12).exit_code == 1
     out = command("plan", "llama-3.1-70b", "--memory", 100)
     assert (out.exit_code, "does not fit" in out.stdout) == (1, True)
-    assert command("plan", folder, "--memory", 10).exit_code == 0
+    config = Path(folder) / "config.json"
+    alone = tmp_path / "config.json"
+    alone.write_bytes(config.read_bytes())
+    plans = [command("plan", where, "--memory", 10) for where in (folder, config, alone, tmp_path)]
+    assert (plans[0].exit_code, {p.stdout for p in plans}) == (0, {plans[0].stdout})
     out = command("plan", "/no/such/model")
     assert (out.exit_code, "no such file" in out.stderr) == (2, True)
     assert command("plan", "llama-3.1-8b", "--kv-cache-dtype", "int2").exit_code == 2
