@@ -1,7 +1,9 @@
 // Python module pyllm._runtime: the executor's host classes over numpy int32 buffers.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -63,8 +65,11 @@ PYBIND11_MODULE(_runtime, m) {
       .def(
           "match", [](BlockPool& p, const py::bytes& keys) { return to_array(p.match(std::string_view(keys))); }, "keys"_a)
       .def(
-          "cache", [](BlockPool& p, const py::bytes& keys, const Ints& pages) { return p.cache(std::string_view(keys), input(pages)); },
-          "keys"_a, py::arg("pages").noconvert())
+          "cache",
+          [](BlockPool& p, const py::bytes& keys, const Ints& pages, const std::optional<Ints>& priorities) {
+            return p.cache(std::string_view(keys), input(pages), priorities ? input(*priorities) : std::span<const int32_t>());
+          },
+          "keys"_a, py::arg("pages").noconvert(), py::arg("priorities").noconvert() = py::none())
       .def("forget", &BlockPool::forget)
       .def("ref_count", &BlockPool::ref_count, "page"_a)
       .def("check", &BlockPool::check)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -25,11 +26,15 @@ void require_keys(std::string_view keys, const char* method) {
 }  // namespace
 
 BlockPool::BlockPool(int64_t pages) {
-  if (pages < 2 || pages > std::numeric_limits<int32_t>::max())
-    throw std::invalid_argument("BlockPool: pages is " + to_string(pages) + ", expected 2 to 2147483647 (page 0 is the dummy page)");
+  constexpr int64_t most = std::numeric_limits<int32_t>::max() - kTopPriority - 1;  // the anchors have the numbers behind the pages'
+  if (pages < 2 || pages > most)
+    throw std::invalid_argument("BlockPool: pages is " + to_string(pages) + ", expected 2 to " + to_string(most) +
+                                " (page 0 is the dummy page)");
   refs_.assign(pages, 0);
-  next_.assign(pages, 0);
-  prev_.assign(pages, 0);
+  next_.resize(pages + kTopPriority + 1);
+  std::iota(next_.begin(), next_.end(), 0);  // an anchor alone is its own neighbour
+  prev_ = next_;
+  priority_.assign(pages, 0);
   named_.assign(pages, nullptr);
   free_.reserve(pages - 1);
   for (int64_t page = pages - 1; page > 0; --page) free_.push_back(static_cast<int32_t>(page));
@@ -42,10 +47,11 @@ void BlockPool::require_page(int64_t page, const char* method) const {
 }
 
 void BlockPool::push_idle(int32_t page) {
-  prev_[page] = prev_[0];
-  next_[page] = 0;
-  next_[prev_[0]] = page;
-  prev_[0] = page;
+  const int32_t end = static_cast<int32_t>(anchor(priority_[page]));
+  prev_[page] = prev_[end];
+  next_[page] = end;
+  next_[prev_[end]] = page;
+  prev_[end] = page;
   ++cached_;
 }
 
@@ -53,6 +59,12 @@ void BlockPool::remove_idle(int32_t page) {
   next_[prev_[page]] = next_[page];
   prev_[next_[page]] = prev_[page];
   --cached_;
+}
+
+template <typename Visit>
+void BlockPool::walk_idle(Visit visit) const {
+  for (int32_t priority = 0; priority <= kTopPriority; ++priority)
+    for (int32_t page = next_[anchor(priority)]; page <= total(); page = next_[page]) visit(page, priority);
 }
 
 std::vector<int32_t> BlockPool::allocate(int64_t count) {
@@ -66,11 +78,16 @@ std::vector<int32_t> BlockPool::allocate(int64_t count) {
     pages.push_back(free_.back());
     free_.pop_back();
   }
-  while (static_cast<int64_t>(pages.size()) < count) {
-    const int32_t page = next_[0];
+  for (int32_t priority = 0; static_cast<int64_t>(pages.size()) < count;) {
+    const int32_t page = next_[anchor(priority)];
+    if (page > total()) {  // the anchor: none of this priority is left
+      ++priority;
+      continue;
+    }
     remove_idle(page);
     keys_.erase(named_[page]->first);
     named_[page] = nullptr;
+    priority_[page] = 0;
     pages.push_back(page);
   }
   for (int32_t page : pages) refs_[page] = 1;
@@ -90,11 +107,17 @@ std::vector<int32_t> BlockPool::match(std::string_view keys) {
   return pages;
 }
 
-int64_t BlockPool::cache(std::string_view keys, std::span<const int32_t> pages) {
+int64_t BlockPool::cache(std::string_view keys, std::span<const int32_t> pages, std::span<const int32_t> priorities) {
   require_keys(keys, "cache");
   if (keys.size() != kKeyBytes * pages.size())
     throw std::invalid_argument("BlockPool: cache got " + to_string(keys.size()) + " bytes of keys, expected " + to_string(kKeyBytes) +
                                 " for each of " + to_string(pages.size()) + " pages");
+  if (!priorities.empty() && priorities.size() != pages.size())
+    throw std::invalid_argument("BlockPool: cache got " + to_string(priorities.size()) + " priorities, expected one for each of " +
+                                to_string(pages.size()) + " pages");
+  for (int32_t priority : priorities)
+    if (priority < 0 || priority > kTopPriority)
+      throw std::invalid_argument("BlockPool: cache got priority " + to_string(priority) + ", expected 0 to " + to_string(kTopPriority));
   for (int32_t page : pages) {
     require_page(page, "cache");
     if (refs_[page] == 0) throw std::invalid_argument("BlockPool: cache got page " + to_string(page) + ", which is free");
@@ -105,6 +128,7 @@ int64_t BlockPool::cache(std::string_view keys, std::span<const int32_t> pages) 
     const auto [entry, fresh] = keys_.try_emplace(key, pages[i]);
     if (entry->second != pages[i]) return static_cast<int64_t>(i);
     named_[pages[i]] = &*entry;
+    priority_[pages[i]] = std::max(priority_[pages[i]], static_cast<int8_t>(priorities.empty() ? kPriority : priorities[i]));
   }
   return static_cast<int64_t>(pages.size());
 }
@@ -126,6 +150,9 @@ void BlockPool::free(std::span<const int32_t> pages) {
     }
     --refs_[pages[i]];
   }
+  int8_t behind = 0;  // the highest priority of the pages behind this one
+  for (size_t i = pages.size(); i-- > 0;)
+    if (named_[pages[i]]) behind = priority_[pages[i]] = std::max(priority_[pages[i]], behind);
   // -1 marks a page as listed: one that was mentioned twice (and held twice) goes back once.
   for (size_t i = pages.size(); i-- > 0;) {
     const int32_t page = pages[i];
@@ -142,9 +169,11 @@ void BlockPool::free(std::span<const int32_t> pages) {
 
 void BlockPool::forget() {
   std::vector<int32_t> idle;
-  for (int32_t page = prev_[0]; page != 0; page = prev_[page]) idle.push_back(page);
-  free_.insert(free_.begin(), idle.begin(), idle.end());
-  next_[0] = prev_[0] = 0;
+  walk_idle([&](int32_t page, int32_t) { idle.push_back(page); });
+  free_.insert(free_.begin(), idle.rbegin(), idle.rend());
+  std::iota(next_.begin() + total() + 1, next_.end(), static_cast<int32_t>(total() + 1));
+  std::copy(next_.begin() + total() + 1, next_.end(), prev_.begin() + total() + 1);
+  std::fill(priority_.begin(), priority_.end(), 0);
   cached_ = 0;
   keys_.clear();
   std::fill(named_.begin(), named_.end(), nullptr);
@@ -163,7 +192,10 @@ void BlockPool::check() const {
     listed[page] = true;
   };
   for (int32_t page : free_) list(page, false);
-  for (int32_t page = next_[0]; page != 0; page = next_[page]) list(page, true);
+  walk_idle([&](int32_t page, int32_t priority) {
+    list(page, true);
+    if (priority_[page] != priority) throw std::runtime_error("BlockPool: page " + to_string(page) + " waits in a wrong place");
+  });
   int64_t named = 0;
   for (int64_t page = 1; page <= total(); ++page) {
     if (refs_[page] < 0 || (refs_[page] == 0) != listed[page]) throw std::runtime_error("BlockPool: page " + to_string(page) + " is lost");

@@ -41,7 +41,7 @@ def path(*names: int) -> bytes:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Both twins beside a plain model: holders, names, and cached pages in the order of their last use."""
+    """Both twins beside a plain model: holders, names, priorities, and cached pages in the order of their last use."""
 
     PAGES = 9
 
@@ -51,6 +51,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.held: Counter[int] = Counter()
         self.named: dict[int, bytes] = {}
         self.cached: list[int] = []  # least recently used first
+        self.priority: dict[int, int] = {}
 
     def both(self, method: str, *args):
         results = [outcome(getattr(twin, method), *args) for twin in self.twins]
@@ -66,11 +67,11 @@ class PoolMachine(RuleBasedStateMachine):
             assert len(set(got)) == count
             assert not set(got) & set(self.held)
             assert 0 not in got
-            evicted = self.cached[: max(0, count - free)]
+            evicted = sorted(self.cached, key=self.priority.__getitem__)[: max(0, count - free)]  # stable: by last use within a priority
             assert set(got) & set(self.cached) == set(evicted)
             for page in evicted:
                 self.cached.remove(page)
-                del self.named[page]
+                del self.named[page], self.priority[page]
             self.held.update(got)
         else:
             assert isinstance(got, tuple)
@@ -84,18 +85,21 @@ class PoolMachine(RuleBasedStateMachine):
         self.held.update(want)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), names=st.lists(st.integers(0, 5), max_size=4, unique=True))
-    def cache(self, data, names: list[int]) -> None:
+    @rule(data=st.data(), names=st.lists(st.integers(0, 5), max_size=4, unique=True), given=st.booleans())
+    def cache(self, data, names: list[int], given: bool) -> None:
         pages = data.draw(st.permutations(sorted(self.held)))[: len(names)]
         names = names[: len(pages)]
+        levels = st.sampled_from([0, 34, 35, 36, 100])
+        priorities = data.draw(st.lists(levels, min_size=len(pages), max_size=len(pages))) if given else [35] * len(pages)
         known = 0
-        for page, name in zip(pages, names, strict=True):
+        for page, name, priority in zip(pages, names, priorities, strict=True):
             owner = next((p for p, k in self.named.items() if k == KEYS[name]), page)
             if owner != page or self.named.get(page, KEYS[name]) != KEYS[name]:
                 break
             self.named[page] = KEYS[name]
+            self.priority[page] = max(priority, self.priority.get(page, 0))
             known += 1
-        assert self.both("cache", path(*names), ints(pages)) == known
+        assert self.both("cache", path(*names), ints(pages), *([ints(priorities)] if given else [])) == known
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -115,12 +119,16 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             assert got is None
             self.held -= Counter(pages)
+            behind = 0
+            for page in reversed(pages):
+                if page in self.named:
+                    behind = self.priority[page] = max(behind, self.priority[page])
             self.cached += [p for p in dict.fromkeys(reversed(pages)) if p not in self.held and p in self.named]
 
     @rule()
     def forget(self) -> None:
         self.both("forget")
-        self.named, self.cached = {}, []
+        self.named, self.cached, self.priority = {}, [], {}
 
     @rule(page=st.integers(-2, 10), method=st.sampled_from(["free", "ref"]))
     def misuse(self, page: int, method: str) -> None:
@@ -160,6 +168,32 @@ def test_a_prefix_is_evicted_from_its_end(twin) -> None:
 
 
 @pytest.mark.parametrize("twin", TWINS)
+def test_low_priorities_are_evicted_first_and_beginnings_last(twin) -> None:
+    p = twin(8)
+    plain, kept, low = p.allocate(2), p.allocate(3), p.allocate(2)
+    assert p.cache(path(0, 1), plain) == 2
+    assert p.cache(path(2, 3, 4), kept, ints([0, 90, 0])) == 3
+    assert p.cache(path(5), low[:1], ints([0])) == 1
+    p.free(plain)
+    p.free(kept)  # the first goes after the second, so it is worth as much
+    p.free(low)
+    order = [low[1], kept[2], low[0], plain[1], plain[0], kept[1], kept[0]]  # the first has no name: it is free
+    assert [p.allocate(1).item() for _ in range(7)] == order
+    p.free(ints(range(1, 8)))
+    assert (p.free_pages, p.cached) == (7, 0)
+    again = p.allocate(2)
+    assert p.cache(path(0, 1), again, ints([0, 0])) == 2
+    assert p.cache(path(0, 1), again, ints([70, 0])) == 2  # reused by one who says more, then by one who says less
+    assert p.cache(path(0), again[:1]) == 1
+    p.free(again)
+    other = p.allocate(1)
+    assert p.cache(path(2), other, ints([60])) == 1
+    p.free(other)
+    assert p.allocate(7)[-3:].tolist() == [again[1], other[0], again[0]]
+    p.check()
+
+
+@pytest.mark.parametrize("twin", TWINS)
 def test_two_requests_with_one_content_keep_one_name(twin) -> None:
     p = twin(6)
     first, second = p.allocate(2), p.allocate(2)
@@ -171,12 +205,16 @@ def test_two_requests_with_one_content_keep_one_name(twin) -> None:
     assert (p.free_pages, p.cached) == (3, 2)
     p.forget()
     assert (p.free_pages, p.cached) == (5, 0)
+    held = p.allocate(1)
     for bad, text in (
-        (b"x", "got 1 bytes of keys, expected a multiple of 32"),
-        (path(0), "got 32 bytes of keys, expected 32 for each of 0"),
+        ((b"x", ints([])), "got 1 bytes of keys, expected a multiple of 32"),
+        ((path(0), ints([])), "got 32 bytes of keys, expected 32 for each of 0"),
+        ((path(0), held, ints([1, 1])), "got 2 priorities, expected one for each of 1 pages"),
+        ((path(0), held, ints([101])), "got priority 101, expected 0 to 100"),
+        ((path(0), held, ints([-1])), "got priority -1, expected 0 to 100"),
     ):
         with pytest.raises(ValueError, match=f"cache {text}"):
-            p.cache(bad, ints([]))
+            p.cache(*bad)
     with pytest.raises(ValueError, match="match got 33 bytes"):
         p.match(bytes(33))
 
@@ -235,7 +273,7 @@ def test_a_page_held_twice_goes_back_once(twin) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda t: t(1), ValueError, "BlockPool: pages is 1, expected 2 to 2147483647"),
+        (lambda t: t(1), ValueError, "BlockPool: pages is 1, expected 2 to 2147483546"),
         (lambda t: t(4).allocate(4), RuntimeError, "BlockPool: allocate wants 4 pages, 3 of 3 are free"),
         (lambda t: t(4).allocate(-1), ValueError, "BlockPool: allocate got count -1, expected 0 or more"),
         (lambda t: t(4).free(ints([0])), ValueError, "BlockPool: free got page 0, expected 1 to 3"),
