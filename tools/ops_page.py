@@ -27,6 +27,7 @@ FAMILIES = {
     "gemm": "Matrix products",
     "attention": "Attention",
     "moe": "Mixture of experts",
+    "step": "A whole decode step",
     "sampling": "Sampling",
 }
 """Folder of csrc -> title, in the order of the page; a folder that is not here comes last, under its own name."""

@@ -20,6 +20,7 @@ from pyllm.api.params import SamplingParams
 from pyllm.api.prompts import one_prompt, prompt_ids
 from pyllm.api.refuse import LLM_HINTS, check_llm, of_type, refuse_unknown
 from pyllm.api.text import TextOutput
+from pyllm.layers.one_kernel import in_one_kernel
 from pyllm.plan.memory import activation_bytes
 from pyllm.progress import progress_bar
 from pyllm.runtime.engine import Engine
@@ -46,6 +47,8 @@ class LLM:
     max_batch_size: requests in a step. max_num_tokens: prompt tokens in a step (None: 8192 on a GPU, 512 on a CPU).
     max_seq_len: tokens of a request, prompt and output.
     deterministic: the same prompt, parameters and seed give the same tokens bit for bit, whatever else is in the batch; slower.
+    one_kernel: decode steps of up to 4 requests as one kernel (`pyllm.ops.decode_step`): None where the model is served and that is
+    measured faster, True wherever it is served (ValueError: it is not), False never.
     cuda_graph_config: None runs every step without a graph. watchdog_timeout: seconds a step may take until requests fail.
     Errors: ValueError or TypeError for an argument, MemoryError for a model or cache that does not fit, each one sentence.
     """
@@ -69,6 +72,7 @@ class LLM:
         cuda_graph_config: CudaGraphConfig | None = CudaGraphConfig(),  # noqa: B008 (frozen)
         speculative_config: NGramDecodingConfig | DraftTargetDecodingConfig | None = None,
         deterministic: bool = False,
+        one_kernel: bool | None = None,
         disable_overlap_scheduler: bool = False,
         watchdog_timeout: float = 300.0,
         progress: bool = True,
@@ -84,10 +88,11 @@ class LLM:
                            load_format=load_format, quant=quant, invariant=deterministic, progress=progress)  # fmt: skip
         self.tokenizer, self._checkpoint = None if skip_tokenizer_init else parts.tokenizer, parts.checkpoint
         cuda, chunk = parts.device.type == "cuda", max_num_tokens or CHUNK[parts.device.type]
-        guessing, second = _guessing(draft, parts, progress)
+        guessing, second = _guessing(draft, parts, None if one_kernel else one_kernel, progress)
         spare = [activation_bytes(p, chunk, max_batch_size, kv.tokens_per_block) for p in (parts, second or parts)] if cuda else [0]
+        module = in_one_kernel(parts.module, one_kernel, kv.torch_dtype or parts.dtype)
         self._engine = Engine(
-            parts.spec, parts.module, device=parts.device, dtype=parts.dtype, eos_ids=parts.eos_ids, max_batch=max_batch_size, chunk=chunk,
+            parts.spec, module, device=parts.device, dtype=parts.dtype, eos_ids=parts.eos_ids, max_batch=max_batch_size, chunk=chunk,
             max_length=max_seq_len, page_size=kv.tokens_per_block, max_tokens=kv.max_tokens, kv_dtype=kv.torch_dtype,
             spare_bytes=max(spare), memory_share=kv.free_gpu_memory_fraction if cuda else None,
             reserve=scheduler.capacity_scheduler_policy == "GUARANTEED_NO_EVICT",
@@ -245,7 +250,7 @@ class LLM:
 
 
 def _guessing(
-    draft: NGramDecodingConfig | DraftTargetDecodingConfig | None, first: Parts, progress: bool
+    draft: NGramDecodingConfig | DraftTargetDecodingConfig | None, first: Parts, one_kernel: bool | None, progress: bool
 ) -> tuple[dict[str, Any], Parts | None]:
     """Arguments of the engine; and the model that guesses, where one does, on the device and in the dtype of the first."""
     if draft is None:
@@ -256,4 +261,4 @@ def _guessing(
     second = load_parts(
         draft.speculative_model, weights=draft.weights, load_format=draft.load_format, quant=draft.quant, progress=progress, **where
     )
-    return {"draft_len": draft.max_draft_len, "draft_model": (second.spec, second.module)}, second
+    return {"draft_len": draft.max_draft_len, "draft_model": (second.spec, in_one_kernel(second.module, one_kernel, second.dtype))}, second

@@ -132,8 +132,10 @@ CPP_OF_SCHEMA = {"Tensor": "Tensor", "int": "int64_t", "SymInt": "int64_t", "flo
 
 
 def expected_cpp(schema_type: str) -> str:
-    optional = re.fullmatch(r"Optional\[(.+)\]", schema_type)
-    return f"optional<{expected_cpp(optional[1])}>" if optional else CPP_OF_SCHEMA[schema_type]
+    wrapped = re.fullmatch(r"(Optional|List)\[(.+)\]", schema_type)
+    if wrapped:
+        return f"{'optional' if wrapped[1] == 'Optional' else 'vector'}<{expected_cpp(wrapped[2])}>"
+    return CPP_OF_SCHEMA[schema_type]
 
 
 @pytest.mark.parametrize("op", [op for op in KERNEL_OPS if op.name in bindings()], ids=lambda op: op.name)

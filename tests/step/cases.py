@@ -1,0 +1,103 @@
+"""Small random models that one kernel serves, bound in bf16, and decode steps over their paged caches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyllm.api.dummy import SHAPES, DummyWeights
+from pyllm.layers import Bound, Decoder, Fp8, bind
+from pyllm.layers.one_kernel import step_model
+from pyllm.models import spec_from_config
+from pyllm.ops import StepModel
+from pyllm.runtime.batch import Batch, KvCache
+from tests.models.paged import Paged
+from tests.support.generate import normal, poison
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+SMALL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 264, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True},
+    "head-dim-128": {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "mha": {"num_key_value_heads": 4},
+    "group-8": {"num_attention_heads": 8, "num_key_value_heads": 1},
+    "gelu": {"hidden_act": "gelu_pytorch_tanh"},
+    "rope-half": {"partial_rotary_factor": 0.5},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+}
+FORMATS: dict[str, tuple[Any, torch.dtype]] = {
+    "bf16": ((), BF16),
+    "fp8": ((("*lm_head", None), ("*", Fp8())), BF16),
+    "fp8-cache": ((), E4M3),
+    "fp8-both": ((("*lm_head", None), ("*", Fp8())), E4M3),
+}
+
+
+def declare(name: str, **changes: Any) -> Decoder:
+    return spec_from_config(SMALL | MODELS[name] | changes)
+
+
+def shape(name: str, **changes: Any) -> Decoder:
+    """A published size, as `pyllm bench` names it."""
+    return spec_from_config(SHAPES[name] | changes)
+
+
+def bound(spec: Decoder, formats: str = "bf16", device: str = "cpu", fuse: bool = True) -> Bound:
+    return bind(spec, DummyWeights(spec, device, BF16), quant=FORMATS[formats][0], device=device, dtype=BF16, fuse=fuse)
+
+
+def decode_batch(spec: Decoder, lens: list[int], kv_dtype: torch.dtype, *, page: int = 64, device: str = "cpu", seed: int = 0) -> Batch:
+    """One token of each sequence, which then has so many keys; what no key occupies is NaN, 0 keys: a row that is stored nowhere."""
+    paged = Paged(spec, len(lens), max([*lens, 1]), page=page, dtype=BF16, device=device, seed=seed)
+    paged.lens = [max(n - 1, 0) for n in lens]
+    ids = torch.randint(0, spec.vocab_size, (len(lens),), generator=torch.Generator().manual_seed(seed))
+    batch = paged.step([t[None] for t in ids])
+    idle = torch.tensor([n == 0 for n in lens], device=device)
+    caches = {slot: _filled(cache, paged, lens, kv_dtype, seed + slot) for slot, cache in paged.caches.items()}
+    return replace(batch, caches=caches, max_q=1, kv_lens=torch.where(idle, 0, batch.kv_lens), slots=torch.where(idle, -1, batch.slots))
+
+
+def _filled(cache: KvCache, paged: Paged, lens: list[int], dtype: torch.dtype, seed: int) -> KvCache:
+    pair = []
+    for offset, like in enumerate((cache.k, cache.v)):
+        t = poison(torch.empty(like.shape, dtype=dtype, device=like.device))
+        for i, n in enumerate(lens):
+            at = torch.arange(max(n - 1, 0))
+            slots = (paged.table[i][at // paged.page] * paged.page + at % paged.page).long().to(like.device)
+            values = normal(len(at), *like.shape[2:], dtype=dtype, device=like.device, seed=1000 * seed + 2 * i + offset)
+            t.view(torch.uint8 if dtype == E4M3 else dtype).flatten(0, 1)[slots] = values.view(torch.uint8) if dtype == E4M3 else values
+        pair.append(t)
+    if dtype != E4M3:
+        return KvCache(*pair)
+    scales = (torch.tensor([0.5 + seed % 3], device=like.device), torch.full(like.shape[2:3], 1.25, device=like.device))
+    return KvCache(*pair, *scales)
+
+
+def copied(batch: Batch) -> Batch:
+    """The same step over caches of its own."""
+    caches = {slot: replace(c, k=c.k.clone(), v=c.v.clone()) for slot, c in batch.caches.items()}
+    return replace(batch, caches=caches, _rope={}, _paged={})
+
+
+def arguments(spec: Decoder, batch: Batch, model: StepModel, workspace: Tensor) -> dict[str, Any]:
+    """Of `ops.decode_step`."""
+    caches = [batch.caches[attn.kv] for _, attn in spec.attns()]
+    cos_sin, rows = batch.rope(spec.attns()[0][1].rope)  # type: ignore[arg-type]
+    return {
+        "model": model, "ids": batch.ids, "slots": batch.slots, "kv_lens": batch.kv_lens, "page_table": batch.page_table,
+        "cos_sin": cos_sin, "rope_rows": rows, "k_caches": [c.k for c in caches], "v_caches": [c.v for c in caches],
+        "workspace": workspace, "k_scale": [c.k_scale for c in caches if c.k_scale is not None],
+        "v_scale": [c.v_scale for c in caches if c.v_scale is not None],
+    }  # fmt: skip
+
+
+__all__ = ["BF16", "E4M3", "FORMATS", "MODELS", "arguments", "bound", "copied", "declare", "decode_batch", "shape", "step_model"]

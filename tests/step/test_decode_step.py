@@ -1,0 +1,120 @@
+"""decode_step against the ops that it replaces: the bound model, run layer by layer, which is tested against transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from pyllm import ops
+from tests.step.cases import BF16, FORMATS, MODELS, arguments, bound, copied, declare, decode_batch, step_model
+from tests.support.compare import assert_same
+
+LENS = {1: [70], 2: [64, 1], 3: [65, 33, 1], 4: [1, 128, 63, 200]}
+
+
+def made(name: str = "llama", formats: str = "bf16", lens: list[int] | None = None) -> tuple[Any, Any, dict[str, Any]]:
+    spec = declare(name)
+    module = bound(spec, formats)
+    batch = decode_batch(spec, lens or LENS[2], FORMATS[formats][1])
+    model = step_model(module)
+    return module, batch, arguments(spec, batch, model, ops.step_workspace(model, 4))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("rows", LENS)
+def test_the_reference_is_the_chain(name: str, rows: int) -> None:
+    module, batch, given = made(name, lens=LENS[rows])
+    other = copied(batch)
+    want = module(other)
+    assert_same(ops.decode_step(**given), want, "logits")
+    for slot, cache in batch.caches.items():
+        assert_same(cache.k, other.caches[slot].k, f"k_caches[{slot}]")
+        assert_same(cache.v, other.caches[slot].v, f"v_caches[{slot}]")
+    assert want.isfinite().all()
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_the_reference_is_the_chain_in_every_format(name: str, formats: str) -> None:
+    module, batch, given = made(name, formats, LENS[4])
+    other = copied(batch)
+    assert_same(ops.decode_step(**given), module(other), "logits")
+    for slot, cache in batch.caches.items():
+        assert_same(cache.k, other.caches[slot].k, f"k_caches[{slot}]")
+
+
+def test_a_row_without_a_sequence_stores_nothing_and_changes_no_other_row() -> None:
+    _, batch, given = made(lens=[0, 65])
+    before = [k.clone() for k in given["k_caches"]]
+    both = ops.decode_step(**given)
+    changed = [
+        (k.view(torch.int16) != b.view(torch.int16)).flatten(2).any(-1).nonzero() for k, b in zip(given["k_caches"], before, strict=True)
+    ]
+    at = int(batch.slots[1])
+    assert all(c.tolist() == [[at // 64, at % 64]] for c in changed)
+    alone = {n: given[n][1:] for n in ("ids", "slots", "kv_lens", "page_table", "rope_rows")}
+    # F.linear on a CPU may sum in another order for other M: three layers of 8 roundings to bf16 (2^-8 each) on logits of about 1
+    assert (ops.decode_step(**given | alone)[0].float() - both[1].float()).abs().max() <= 24 * 2.0**-8 * both[1].float().abs().max()
+
+
+def test_opcheck() -> None:
+    _, _, given = made("qwen3")
+    seen: list[Any] = []
+
+    class Take(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.pyllm.decode_step.default:
+                seen.append(args)
+            return func(*args, **(kwargs or {}))
+
+    with Take():
+        ops.decode_step(**given)
+    torch.library.opcheck(torch.ops.pyllm.decode_step.default, seen[0])
+
+
+WRONG: dict[str, tuple[str, Any, str]] = {
+    "no rows": ("ids", lambda t: t[:0], r"ids \.size\(0\) is 0, expected 1 to 4"),
+    "ids int64": ("ids", lambda t: t.long(), "ids is int64, expected int32"),
+    "slots": ("slots", lambda t: t[:1], r"slots \.size\(0\) is 1, expected M=2"),
+    "kv_lens": ("kv_lens", lambda t: t[:, None], "kv_lens has 2 dimensions, expected 1"),
+    "rope_rows": ("rope_rows", lambda t: t.float(), "rope_rows is float32, expected int32"),
+    "page_table": ("page_table", lambda t: torch.stack([t, t], -1)[..., 0], "page_table is not contiguous"),
+    "cos_sin": ("cos_sin", lambda t: t[:, :3].contiguous(), r"cos_sin \.size\(1\) is 3, expected an even number from 2 to D=64"),
+    "caches": ("k_caches", lambda t: t[:2], "k_caches has 2 tensors, expected 3"),
+    "cache": ("v_caches", lambda t: [*t[:2], t[2].half()], r"v_caches\[2\] is float16, expected bfloat16"),
+    "page": ("k_caches", lambda t: [t[0][:, :48], *t[1:]], r"k_caches\[0\] \.size\(1\) is 48, expected a power of two from 16"),
+    "pages": ("v_caches", lambda t: [t[0][1:], *t[1:]], r"v_caches\[0\] has \(pages, P\) = .*, expected .* like k_caches\[0\]"),
+    "scale": ("k_scale", lambda t: [torch.ones(1)], "k_scale has 1 tensors, expected 3"),
+    "workspace": ("workspace", lambda t: t[:100], "workspace has 100 bytes, expected at least"),
+}
+MODEL: dict[str, tuple[dict[str, Any], str]] = {
+    "act": ({"act": "tanh"}, "act is 'tanh', expected one of silu, gelu, gelu_tanh, relu2"),
+    "eps": ({"eps": -1.0}, "eps is -1, expected >= 0"),
+    "heads": ({"heads": 3}, "heads is 3, expected 1 to 8 for each of kv_heads=2"),
+    "head_dim": ({"head_dim": 32}, "head_dim is 32, expected one of 64, 128"),
+    "norms": ({"attn_norm": ()}, "attn_norm has 0 tensors, expected 3"),
+    "k_norm": ({"q_norm": [torch.ones(64)] * 3}, "k_norm has 0 tensors, expected 3"),
+    "weights": ({"up": [torch.zeros(384, 64, dtype=BF16)] * 3}, r"up\[0\] \.size\(1\) is 64, expected d=128"),
+    "scales": ({"o_scale": [torch.ones(128)] * 3}, "o_scale has 3 tensors, expected 0"),
+    "norm": ({"norm": torch.ones(128, dtype=BF16)}, "norm is bfloat16, expected float32"),
+    "ffn": ({"up": [torch.zeros(60, 128, dtype=BF16)] * 3}, "F is 30, expected a multiple of 64"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_arguments_that_do_not_fit(case: str) -> None:
+    name, change, message = WRONG[case]
+    given = made()[2]
+    with pytest.raises(ValueError, match=f"^decode_step: {message}"):
+        ops.decode_step(**given | {name: change(given[name])})
+
+
+@pytest.mark.parametrize("case", MODEL)
+def test_models_that_do_not_fit(case: str) -> None:
+    changes, message = MODEL[case]
+    given = made()[2]
+    with pytest.raises(ValueError, match=f"^decode_step: {message}"):
+        ops.decode_step(**given | {"model": replace(given["model"], **changes)})
