@@ -77,7 +77,7 @@ __device__ __forceinline__ void sum_blocks(float (&d)[C::kBlocksM][C::R], BlockS
       multiply_block<C>(part, smem, share, ring.stage, i);
       wgmma_wait<0>();
       wgmma_pin(part);
-      if (i == C::kBlocksM - 1) release(smem.empty(ring.stage));
+      if (i == C::kBlocksM - 1) gemm::release(smem.empty(ring.stage));
 #pragma unroll
       for (int j = 0; j < C::R; ++j) d[i][j] = fmaf(part[j], scale[i][j / 2 % 2], d[i][j]);
     }

@@ -14,17 +14,6 @@
 
 namespace pyllm::dense {
 
-template <class Out>
-__device__ __forceinline__ uint32_t pack(float a, float b) {
-  if constexpr (std::is_same_v<Out, __nv_bfloat16>) {
-    const __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&v);
-  } else {
-    const __half2 v = __floats2half2_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&v);
-  }
-}
-
 // Two neighbouring values of the residual, past the L1: a kernel that ran beside this one may have written them.
 __device__ __forceinline__ uint32_t load_pair(const void* from) {
   uint32_t bits;
@@ -115,7 +104,7 @@ __device__ __forceinline__ void store_chunk(const typename C::Sum* d, const floa
       }
       if constexpr (C::Finish::kFull) finish_unit<C>(v, up, e, add[u + i]);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) packed[2 * i + h] = pack<typename C::Out>(v[h][0], v[h][1]);
+      for (int h = 0; h < 2; ++h) packed[2 * i + h] = gemm::pack<typename C::Out>(v[h][0], v[h][1]);
     }
     const int unit = u + lane / 16;
     const int swizzled = unit ^ (C::kChunkOut == 64 ? row & 7 : C::kChunkOut == 32 ? row >> 1 & 3 : row >> 2 & 1);
@@ -138,7 +127,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const Shape& shape, co
   const int share = consumer % C::kSharers, turn = C::kTiles > 1 ? consumer : 0;
   Ring<C> ring;
   if (turn > 0) {
-    pass_turn<C>();
+    gemm::pass_turn();
     ring.skip(walk.k_end - walk.k_begin);
   }
   uint32_t columns_phase = 0;
@@ -147,7 +136,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const Shape& shape, co
     int m, n;
     walk.origin(tile, shape.raster, m, n);
     m += share * C::kBlocksM * 64;
-    take_turn<C>();
+    if constexpr (C::kWay == Way::kTurns) gemm::take_turn();
     typename C::Sum d[C::kBlocksM][C::R];
     if constexpr (C::kSums == Sums::kBlock) {
       sum_blocks<C>(d, BlockScales<C>(shape, blocks, m, n, walk), smem, walk, share, ring);

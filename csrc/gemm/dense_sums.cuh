@@ -19,17 +19,6 @@ __device__ __forceinline__ void multiply(typename C::Sum (&d)[C::kBlocksM][C::R]
   }
 }
 
-// Way::kTurns: a warpgroup waits for its stages only when the other has seen all of its own arrive, since a barrier tells only odd phases
-// from even ones. The named barriers 3 and 4 pass the turn on.
-template <class C>
-__device__ __forceinline__ void take_turn() {
-  if constexpr (C::kWay == Way::kTurns) named_sync(2 + static_cast<int>(threadIdx.x / 128), 256);
-}
-template <class C>
-__device__ __forceinline__ void pass_turn() {
-  if constexpr (C::kWay == Way::kTurns) named_arrive(5 - static_cast<int>(threadIdx.x / 128), 256);
-}
-
 template <class C>
 __device__ __forceinline__ void sum_plain(typename C::Sum (&d)[C::kBlocksM][C::R], const Shared<C>& smem, const Walk<C>& walk, int share,
                                           Ring<C>& ring) {
@@ -40,14 +29,14 @@ __device__ __forceinline__ void sum_plain(typename C::Sum (&d)[C::kBlocksM][C::R
     multiply<C>(d, smem, share, ring.stage, k > walk.k_begin);
     wgmma_commit();
     wgmma_wait<1>();
-    if (k > walk.k_begin) release(previous);
+    if (k > walk.k_begin) gemm::release(previous);
     previous = smem.empty(ring.stage);
   }
-  pass_turn<C>();
+  if constexpr (C::kWay == Way::kTurns) gemm::pass_turn();
   wgmma_wait<0>();
 #pragma unroll
   for (int i = 0; i < C::kBlocksM; ++i) wgmma_pin(d[i]);
-  release(previous);
+  gemm::release(previous);
 }
 
 // The address of this CTA's shared memory in another CTA of the cluster.

@@ -6,8 +6,11 @@
 #include "common/vec.cuh"
 #include "common/wgmma.cuh"
 #include "gemm/epilogue_params.h"
+#include "gemm/ring.cuh"
 
 namespace pyllm::dense {
+
+using gemm::Ring;
 
 constexpr int kStageBytes = 128;        // of one row of a stage: the span of the 128-byte swizzle
 constexpr int kSmemPerSm = 228 * 1024;  // of which each CTA takes 1 KB for itself
@@ -125,24 +128,6 @@ struct Shared {
   __device__ __forceinline__ uint32_t columns_empty(int turn) const { return full(2 * C::kStages + C::kTiles + turn); }
 };
 
-// A place in the ring of stages.
-template <class C>
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == C::kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-  __device__ __forceinline__ void skip(int steps) {
-    const int to = stage + steps;
-    phase ^= to / C::kStages & 1;
-    stage = to % C::kStages;
-  }
-};
-
 template <class C>
 __device__ __forceinline__ void load_weights(const Maps& maps, const Shared<C>& smem, int stage, int k, int n) {
   const uint32_t full = smem.full(stage);
@@ -209,11 +194,6 @@ __device__ __forceinline__ void produce_columns(const Shape& shape, const gemm::
       phase ^= 1;
     }
   }
-}
-
-// This warp has read the stage.
-__device__ __forceinline__ void release(uint32_t empty) {
-  if (threadIdx.x % 32 == 0) barrier_arrive(empty);
 }
 
 }  // namespace pyllm::dense

@@ -98,16 +98,6 @@ __device__ __forceinline__ void produce_in_order(const Maps& maps, const Args& a
   if (!waited) pdl_wait();
 }
 
-// A warpgroup waits for its stages only when the other has seen all of its own arrive, since a barrier tells only odd phases from even
-// ones. The named barriers 3 and 4 pass the turn on.
-__device__ __forceinline__ void take_turn() { named_sync(2 + static_cast<int>(threadIdx.x / 128), 256); }
-__device__ __forceinline__ void pass_turn() { named_arrive(5 - static_cast<int>(threadIdx.x / 128), 256); }
-
-// This warp has read the stage.
-__device__ __forceinline__ void release(uint32_t empty) {
-  if (threadIdx.x % 32 == 0) barrier_arrive(empty);
-}
-
 // The sums of one tile, for its first Width rows of x.
 template <class C, int Width>
 __device__ __forceinline__ void sum(float (&d)[C::kBlocks][C::R], const Shared<C>& smem, int steps, Ring<C>& ring) {
@@ -132,14 +122,14 @@ __device__ __forceinline__ void sum(float (&d)[C::kBlocks][C::R], const Shared<C
     }
     wgmma_commit();
     wgmma_wait<1>();
-    if (step > 0) release(previous);
+    if (step > 0) gemm::release(previous);
     previous = smem.empty(ring.stage);
   }
-  pass_turn();
+  gemm::pass_turn();
   wgmma_wait<0>();
 #pragma unroll
   for (int b = 0; b < C::kBlocks; ++b) wgmma_pin(reinterpret_cast<float (&)[Width / 2]>(d[b]));
-  release(previous);
+  gemm::release(previous);
 }
 
 // g sigmoid(alpha g) (u + 1) of clamped g and u; comparisons that let a NaN through.
@@ -177,7 +167,7 @@ __device__ __forceinline__ void finish_unit(uint32_t (&packed)[2], const float (
         v[c] = value(b, q, c);
       }
     }
-    packed[q] = pack<typename C::Out>(v[0], v[1]);
+    packed[q] = gemm::pack<typename C::Out>(v[0], v[1]);
   }
 }
 
@@ -275,14 +265,14 @@ __device__ __forceinline__ void consume(const Maps& maps, const Args& a, const S
   Walk<C> walk(a, consumer, 2);
   Ring<C> ring;
   if (consumer > 0) {
-    pass_turn();
+    gemm::pass_turn();
     ring.skip(walk.steps);
   }
   [[maybe_unused]] int buffer = 0;
   for (Place p; walk.take(p);) {
     Columns<C> w;
     load_columns<C>(w, a, smem, consumer, p);
-    take_turn();
+    gemm::take_turn();
     float d[C::kBlocks][C::R];
     // An expert's last tile often has few rows: half the products then.
     if (C::BX == 128 && p.end - p.row <= 64) {

@@ -7,8 +7,11 @@
 #include "common/wgmma.cuh"
 #include "gemm/epilogue.cuh"
 #include "gemm/grouped_linear.h"
+#include "gemm/ring.cuh"
 
 namespace pyllm::grouped {
+
+using gemm::Ring;
 
 constexpr int kSlabBytes = 128;  // of a row: the span of the swizzle
 
@@ -51,24 +54,6 @@ struct Shared {
   __device__ __forceinline__ uint32_t scales(int consumer) const { return out(2) + consumer * C::BX * 4; }
   __device__ __forceinline__ uint32_t full(int stage) const { return out(2) + C::kBytesScales + 8 * stage; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(C::kStages + stage); }
-};
-
-// A place in the ring of stages.
-template <class C>
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == C::kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-  __device__ __forceinline__ void skip(int steps) {
-    const int to = stage + steps;
-    phase ^= to / C::kStages & 1;
-    stage = to % C::kStages;
-  }
 };
 
 struct Args {
@@ -162,17 +147,6 @@ __device__ __forceinline__ void store_transposed(uint32_t row, const uint32_t (&
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]), "r"(r[1]), "r"(r[2]),
                "r"(r[3])
                : "memory");
-}
-
-template <class Out>
-__device__ __forceinline__ uint32_t pack(float a, float b) {
-  if constexpr (std::is_same_v<Out, __nv_bfloat16>) {
-    const __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&v);
-  } else {
-    const __half2 v = __floats2half2_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&v);
-  }
 }
 
 }  // namespace pyllm::grouped
