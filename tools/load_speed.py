@@ -4,8 +4,8 @@
 
 A checkpoint of layers of an 8B Llama in two shards is written and so is in the page cache. Then, in turn, each
 the best of the rounds (another process can only slow a copy down):
-  read       the files' bytes into one pinned buffer by as many threads as the loader has, 8 MiB at a time: the ceiling of the host
-  host       the loader: every tensor by its name through the same threads into a pinned buffer
+  read       the files' bytes into a pinned buffer of the largest tensor's size, by as many threads as the loader has: the host's ceiling
+  host       the loader: every tensor by its name into that buffer
   gpu        the loader onto the GPU, through its ring of pinned buffers
   copy       that many bytes from pinned memory to the GPU: the other ceiling of `gpu`
   mapped     every tensor of the mapped file moved to the GPU, as torch does it
@@ -32,7 +32,7 @@ import torch
 
 from pyllm.load.mapped import MappedFile
 from pyllm.load.safetensors_file import INDEX_NAME, open_safetensors
-from pyllm.load.staging import CHUNK, OnDevice, Stager
+from pyllm.load.staging import OnDevice, Stager
 from pyllm.load.tensors import TensorMap
 from tools.digest import ROOT
 
@@ -40,6 +40,7 @@ RESULTS = ROOT / "bench" / "results" / "load.jsonl"
 LAYER = {"q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096), "o": (4096, 4096), "gate": (14336, 4096), "up": (14336, 4096),
          "down": (4096, 14336), "norm1": (4096,), "norm2": (4096,)}  # fmt: skip
 GOAL = 0.7
+PAGE = 4096
 CUDA = torch.cuda.is_available()
 
 
@@ -75,15 +76,18 @@ class Pinned(Stager):
         return self.buffer[:size]
 
 
-def raw_reader(folder: Path, threads: int) -> Callable[[], None]:
-    """Nothing but pread: each thread its own 8 MiB of a pinned buffer, the files' chunks shared out in turn."""
+def raw_reader(folder: Path, out: torch.Tensor, threads: int) -> Callable[[], None]:
+    """Nothing but pread: each thread its own part of each file, one buffer after the other; threads start once and never wait."""
     files = [(os.open(path, os.O_RDONLY), path.stat().st_size) for path in sorted(folder.glob("*.safetensors"))]
-    pool, slots = ThreadPoolExecutor(threads), [buffer(CHUNK).numpy().data for _ in range(threads)]
-    chunks = [(fd, at) for fd, size in files for at in range(0, size, CHUNK)]
+    pool, view = ThreadPoolExecutor(threads), out.numpy().data
+    part = len(view) // threads // PAGE * PAGE
+    slots = [view[i * part : (i + 1) * part] for i in range(threads)]
 
     def work(i: int) -> None:
-        for fd, at in chunks[i::threads]:
-            os.preadv(fd, [slots[i]], at)
+        for fd, size in files:
+            each = -(-size // threads)
+            for at in range(i * each, min((i + 1) * each, size), part):
+                os.preadv(fd, [slots[i][: min(part, (i + 1) * each - at)]], at)
 
     return lambda: list(pool.map(work, range(threads))) and None
 
@@ -96,7 +100,7 @@ def take(tensors: TensorMap, stager: Stager | None = None) -> None:
 def ways(folder: Path, size: int) -> dict[str, Callable[[], Any]]:
     tensors = open_safetensors(folder)
     pinned = Pinned(max(2 * torch.Size(s).numel() for s in LAYER.values()))
-    out: dict[str, Callable[[], Any]] = {"read": raw_reader(folder, pinned.threads), "host": lambda: take(tensors, pinned)}
+    out: dict[str, Callable[[], Any]] = {"read": raw_reader(folder, pinned.buffer, pinned.threads), "host": lambda: take(tensors, pinned)}
     if not CUDA:
         return out
     from safetensors.torch import load_file

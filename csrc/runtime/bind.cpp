@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "bind_file_reader.h"
 #include "block_pool.h"
 #include "step_packer.h"
 
@@ -52,7 +53,8 @@ BoundPacker make_packer(Ints ids, Ints positions, Ints slots, Ints q_starts, Int
 
 PYBIND11_MODULE(_runtime, m) {
   using namespace pyllm::runtime;
-  m.doc() = "Host side of the executor: page allocator and step packer.";
+  m.doc() = "Host side of the executor: page allocator, step packer, file reader.";
+  bind_file_reader(m);
 
   py::class_<BlockPool>(m, "BlockPool", "Allocator of KV pages; page 0 is the dummy page and is never handed out.")
       .def(py::init<int64_t>(), "pages"_a)

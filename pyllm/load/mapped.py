@@ -19,6 +19,7 @@ from .errors import CheckpointError
 from .jsonfile import open_regular
 
 if TYPE_CHECKING:
+    from .reader import FileReader
     from .staging import Stager
 
 
@@ -65,6 +66,13 @@ class MappedFile:
             if got == 0:
                 raise CheckpointError(f"{self.path}: the file ended at byte {begin} while it was read")
             begin, out = begin + got, out[got:]
+
+    def read_by(self, reader: FileReader, begin: int, out: memoryview) -> None:
+        """The same by the threads of a reader."""
+        self._check(begin, begin + len(out))
+        got = reader.read(self._descriptor, begin, out)
+        if got < len(out):
+            raise CheckpointError(f"{self.path}: the file ended at byte {begin + got} while it was read")
 
     def tensor(self, begin: int, shape: tuple[int, ...], dtype: torch.dtype, stager: Stager | None = None) -> torch.Tensor:
         """A tensor over the file's own pages; a copy only where the offset is not a multiple of the element size.

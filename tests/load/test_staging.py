@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,16 @@ from safetensors.torch import save_file
 from pyllm.load import CheckpointError, on_device, open_checkpoint
 from pyllm.load.gguf_file import GgufFile
 from pyllm.load.gguf_types import TYPES
+from pyllm.load.reader import MOST, SMALL, FileReader, PythonFileReader
 from pyllm.load.safetensors_file import SafetensorsFile, open_safetensors
-from pyllm.load.staging import SMALL, OnDevice, Stager
+from pyllm.load.staging import OnDevice
 
 from .builders import entry, gguf, info, safetensors, write
 
 ROOT = Path(__file__).parents[2]
 SIZES = (0, 1, 2, 511, SMALL // 2 - 1, SMALL // 2, SMALL // 2 + 1, 3 * SMALL + 7)
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+READERS = [FileReader, PythonFileReader] if FileReader is not PythonFileReader else [PythonFileReader]
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -39,7 +42,6 @@ def test_the_same_bytes(tmp_path: Path, device: str) -> None:
         assert (got.device.type, got.dtype, got.shape) == (device, want.dtype, want.shape)
         assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)), name
     assert set(staged) == set(tensors) and staged.shape("m") == (64, 3, 5) and staged.dtype("m") == torch.float32
-    staged.close()
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -56,15 +58,47 @@ def test_blocks_decode_to_the_same_bits_on_the_device(tmp_path: Path, device: st
     assert torch.equal(got.cpu().view(torch.int32)[~nan], want.view(torch.int32)[~nan])
 
 
-def test_pieces_cover_a_tensor_once() -> None:
-    stager = Stager(torch.device("cpu"), threads=3, chunk=1 << 20)
-    for size in (0, 1, SMALL, SMALL + 1, 3 * SMALL, 10 << 20, (10 << 20) + 3):
-        pieces = list(stager.pieces(size))
-        assert [at for at, _ in pieces] == [sum(n for _, n in pieces[:i]) for i in range(len(pieces))]
-        assert sum(n for _, n in pieces) == size
-        assert all(0 < n <= 1 << 20 for _, n in pieces)
-    assert len(list(stager.pieces(SMALL))) == 1
-    assert len(list(stager.pieces(10 << 20))) == 12  # four turns of three threads
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_readers_fill_what_they_are_given(tmp_path: Path, reader: type[FileReader], threads: int) -> None:
+    """Sizes around a small read and around a piece of each thread, at odd offsets; nothing past the end is touched."""
+    data = os.urandom(3 * MOST * 2 + 77)
+    (tmp_path / "f").write_bytes(data)
+    one = reader(threads)
+    with (tmp_path / "f").open("rb") as file:
+        for size in (0, 1, SMALL, SMALL + 1, 3 * SMALL - 1, 3 * MOST, 3 * MOST + 1, len(data) - 5):
+            out = bytearray(b"\xaa") * (size + 8)
+            assert one.read(file.fileno(), 5, memoryview(out)[:size]) == size
+            assert out == data[5 : 5 + size] + b"\xaa" * 8
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_readers_say_where_a_file_ends(tmp_path: Path, reader: type[FileReader]) -> None:
+    (tmp_path / "f").write_bytes(bytes(2 * SMALL + 3))
+    with (tmp_path / "f").open("rb") as file:
+        assert reader(3).read(file.fileno(), 1, memoryview(bytearray(8 * SMALL))) == 2 * SMALL + 2
+        assert reader(3).read(file.fileno(), 1 << 20, memoryview(bytearray(8))) == 0
+        with pytest.raises((BufferError, TypeError)):
+            reader(1).read(file.fileno(), 0, memoryview(b"1234"))  # read-only
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        reader(2).read(1 << 20, 0, memoryview(bytearray(4 * SMALL)))
+    with pytest.raises(ValueError, match="FileReader: threads is 0, expected 1 to 256"):
+        reader(0)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_callers_of_one_reader_do_not_mix(tmp_path: Path, reader: type[FileReader]) -> None:
+    data = os.urandom(6 * SMALL)
+    (tmp_path / "f").write_bytes(data)
+    one = reader(2)
+
+    def ask(i: int) -> bool:
+        out = bytearray(4 * SMALL)
+        with (tmp_path / "f").open("rb") as file:
+            return one.read(file.fileno(), i, memoryview(out)) == len(out) and out == data[i : i + len(out)]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(ask, range(64)))
 
 
 def test_a_file_that_shrinks_is_an_error(tmp_path: Path) -> None:
