@@ -7,15 +7,15 @@ other, so both see the same machine in the same minutes. Records: bench/results/
 from __future__ import annotations
 
 import argparse
-import asyncio
 import importlib.util
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,20 @@ from typing import Any
 import numpy as np
 
 from bench.case import ROOT
+from bench.engines import ENGINES, MODELS, edited_text, lookup_speed
 
 RESULTS = ROOT / "bench" / "results" / "serving.jsonl"
-MODELS = {
-    "8b-bf16": ("llama-3.1-8b", None, "auto"),
-    "8b-fp8": ("llama-3.1-8b", "fp8", "fp8"),
-    "1b-bf16": ("llama-3.2-1b", None, "auto"),
-}
-"""Name -> shape, quantization, dtype of the KV cache. The head stays in bf16."""
-BATCH, CHUNK, LENGTH = 1024, 8192, 2112
+START = {"pyllm": 30.0, "vllm": 75.0}  # seconds until an engine is ready, about
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. kind: throughput (all requests at once; tok/s), ttft (one prompt after the other; ms), load (Poisson arrivals
-    at half of the requests per second of the row `of`; median TTFT in ms), prefix (a shared prefix; TTFT without reuse over with it)."""
+    """One line of the table. seconds: how long it takes once the engine is ready, about. kind:
+
+    throughput: all requests at once; tok/s. ttft: one prompt after the other; ms. load: Poisson arrivals at half of the requests per second
+    of the row `of`; median TTFT in ms. prefix: a shared prefix; TTFT without reuse over with it. lookup: one request whose prompt repeats;
+    tok/s with guesses over without.
+    """
 
     name: str
     model: str
@@ -48,25 +47,28 @@ class Row:
     goal: float
     ratio: float | None = None
     of: str = ""
+    seconds: float = 5.0
 
     @property
     def unit(self) -> str:
-        return {"throughput": "tok/s", "ttft": "ms", "load": "ms", "prefix": "x"}[self.kind]
+        return {"throughput": "tok/s", "ttft": "ms", "load": "ms", "prefix": "x", "lookup": "x"}[self.kind]
 
 
 ROWS = (
     Row("8B bf16, batch 1, 128 / 512", "8b-bf16", "throughput", 1, 128, 512, 235),
-    Row("8B bf16, 256 x (1024 / 768)", "8b-bf16", "throughput", 256, 1024, 768, 0, 1.05),
+    Row("8B bf16, 256 x (1024 / 768)", "8b-bf16", "throughput", 256, 1024, 768, 0, 1.05, seconds=22),
     Row("8B FP8, batch 1, 128 / 512", "8b-fp8", "throughput", 1, 128, 512, 390),
     Row("8B FP8, first token of 1024", "8b-fp8", "ttft", 8, 1024, 1, 16),
-    Row("8B FP8, 256 x (1024 / 1024)", "8b-fp8", "throughput", 256, 1024, 1024, 0, 1.3),
-    Row("8B FP8, 512 x (1024 / 1024)", "8b-fp8", "throughput", 512, 1024, 1024, 19000, 1.34),
-    Row("8B FP8, 2000 x (128 / 128)", "8b-fp8", "throughput", 2000, 128, 128, 29000, 1.34),
-    Row("8B FP8, 1024 / 1024 at half load", "8b-fp8", "load", 64, 1024, 1024, 100, of="8B FP8, 256 x (1024 / 1024)"),
-    Row("8B FP8, 256 x 2048 shared + 64", "8b-fp8", "prefix", 256, 2112, 1, 5),
+    Row("8B FP8, 256 x (1024 / 1024)", "8b-fp8", "throughput", 256, 1024, 1024, 0, 1.3, seconds=20),
+    Row("8B FP8, 512 x (1024 / 1024)", "8b-fp8", "throughput", 512, 1024, 1024, 19000, 1.34, seconds=37),
+    Row("8B FP8, 2000 x (128 / 128)", "8b-fp8", "throughput", 2000, 128, 128, 29000, 1.34, seconds=12),
+    Row("8B FP8, 1024 / 1024 at half load", "8b-fp8", "load", 64, 1024, 1024, 100, of="8B FP8, 256 x (1024 / 1024)", seconds=16),
+    Row("8B FP8, 256 x 2048 shared + 64", "8b-fp8", "prefix", 256, 2112, 1, 5, seconds=12),
+    Row("8B FP8, lookup in an edited text", "8b-fp8", "lookup", 1, 1024, 512, 2, seconds=25),
     Row("1B bf16, batch 1, 128 / 512", "1b-bf16", "throughput", 1, 128, 512, 1300),
     Row("1B bf16, 256 x (1024 / 512)", "1b-bf16", "throughput", 256, 1024, 512, 0, 1.1),
 )
+EDITS = 1 / 16  # of the tokens of the lookup row's prompt
 
 
 def prompts(row: Row, vocab: int) -> list[list[int]]:
@@ -78,95 +80,14 @@ def prompts(row: Row, vocab: int) -> list[list[int]]:
     return ids.tolist()
 
 
-class Ours:
-    """pyllm.LLM. Pages are reused, which random prompts never do; a request with a salt of its own shares nothing."""
-
-    def __init__(self, model: str, folder: Path) -> None:
-        from pyllm import LLM, KvCacheConfig
-
-        _, quant, kv = MODELS[model]
-        self.llm = LLM(
-            str(folder),
-            load_format="dummy",
-            dtype="bf16",
-            quant=quant or (),
-            skip_tokenizer_init=True,
-            max_batch_size=BATCH,
-            max_num_tokens=CHUNK,
-            max_seq_len=LENGTH + 1,
-            kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=0.9, dtype=kv),
-        )
-
-    def run(self, ids: Sequence[list[int]], output_len: int, gaps: Sequence[float] | None = None, salted: bool = False) -> dict[str, Any]:
-        from pyllm import SamplingParams
-
-        params = SamplingParams(max_tokens=output_len, ignore_eos=True, detokenize=False)
-
-        async def one(i: int, at: float) -> Any:
-            await asyncio.sleep(at)
-            return await self.llm.generate_async(ids[i], params, **({"cache_salt": str(time.time_ns())} if salted else {})).aresult()
-
-        async def everything() -> list[Any]:
-            starts = np.cumsum(gaps) if gaps is not None else np.zeros(len(ids))
-            return await asyncio.gather(*(one(i, float(at)) for i, at in enumerate(starts)))
-
-        before, start = self.llm.get_stats(), time.perf_counter()
-        outputs = asyncio.run(everything())
-        seconds, after = time.perf_counter() - start, self.llm.get_stats()
-        failed = [c.error for o in outputs for c in o.outputs if c.error]
-        if failed:
-            raise RuntimeError(f"{len(failed)} of {len(ids)} requests failed: {failed[0]}")
-        steps = after["steps"] - before["steps"]
-        host = after["steps"] * after["host_seconds_per_step"] - before["steps"] * before["host_seconds_per_step"]
-        return {
-            "tokens": sum(o.outputs[0].length for o in outputs),
-            "seconds": seconds,
-            "ttft_ms": [(o.timing.tokens[0] - o.timing.submitted) * 1e3 for o in outputs],
-            "steps": steps,
-            "host_ms_per_step": host / max(steps, 1) * 1e3,
-        }
-
-
-class Vllm:
-    """vLLM's offline engine, in this process."""
-
-    def __init__(self, model: str, folder: Path) -> None:
-        import vllm
-
-        _, quant, kv = MODELS[model]
-        self.llm = vllm.LLM(
-            model=str(folder),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            quantization=quant,
-            kv_cache_dtype=kv,
-            max_model_len=LENGTH + 1,
-            max_num_seqs=BATCH,
-            enable_prefix_caching=False,
-        )
-
-    def run(self, ids: Sequence[list[int]], output_len: int) -> dict[str, Any]:
-        import vllm
-
-        params = vllm.SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
-        start = time.perf_counter()
-        outputs = self.llm.generate([{"prompt_token_ids": row} for row in ids], params, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        return {"tokens": sum(len(o.outputs[0].token_ids) for o in outputs), "seconds": seconds, "ttft_ms": [seconds * 1e3]}
-
-
-ENGINES: dict[str, Callable[[str, Path], Any]] = {"pyllm": Ours, "vllm": Vllm}
-
-
 def measure(engine: Any, row: Row, vocab: int, rates: dict[str, float]) -> dict[str, Any]:
     """The value of a row, and what it came from. rates: requests per second of the rows before."""
     ids = prompts(row, vocab)
     if row.kind == "throughput":
         got = engine.run(ids, row.output_len)
         rates[row.name] = row.count / got["seconds"]
-        value = got["tokens"] / got["seconds"]
-        return {"value": value, **{k: v for k, v in got.items() if k != "ttft_ms"}, "ttft_ms_median": statistics.median(got["ttft_ms"])}
+        value, first = got["tokens"] / got["seconds"], statistics.median(got["ttft_ms"])
+        return {"value": value, **{k: v for k, v in got.items() if k not in ("ttft_ms", "ids")}, "ttft_ms_median": first}
     if row.kind == "ttft":
         times = [engine.run([prompt], row.output_len)["ttft_ms"][0] for prompt in ids]
         return {"value": statistics.median(times), "least": min(times), "most": max(times)}
@@ -180,26 +101,45 @@ def measure(engine: Any, row: Row, vocab: int, rates: dict[str, float]) -> dict[
     return {"value": alone / shared, "ttft_ms_without": alone, "ttft_ms_with": shared}
 
 
-def work(name: str, model: str, rows: Sequence[Row]) -> None:
-    """The worker: one engine, one model; prints a JSON line for each row."""
+def work(name: str, model: str, rows: Sequence[Row], end: float) -> None:
+    """The worker: one model, one engine (two in turn for rows of lookup). A JSON line for each row that can be done by `end`, which is on
+    the clock of time.time."""
     from pyllm.api.dummy import SHAPES
 
     config = SHAPES[MODELS[model][0]]
+
+    def show(row: Row, found: dict[str, Any]) -> None:
+        print("ROW " + json.dumps({"row": row.name, **found}), flush=True)
+
+    for row in (row for row in rows if row.kind == "lookup" and time.time() + row.seconds < end):
+        show(row, lookup_speed(model, edited_text(row.input_len, config["vocab_size"], EDITS), row.output_len))
+    rows = [row for row in rows if row.kind in ("throughput", "ttft") or (name == "pyllm" and row.kind != "lookup")]
+    if not rows:
+        return
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         engine = ENGINES[name](model, Path(folder))
         engine.run(np.random.default_rng(10**6).integers(0, config["vocab_size"], (8, 1024)).tolist(), 16)
         rates: dict[str, float] = {}
         for row in rows:
-            if name == "pyllm" or row.kind in ("throughput", "ttft"):
-                print("ROW " + json.dumps({"row": row.name, **measure(engine, row, config["vocab_size"], rates)}), flush=True)
+            if time.time() + row.seconds < end and (row.of or row.name) in {row.name, *rates}:
+                show(row, measure(engine, row, config["vocab_size"], rates))
 
 
-def _collect(name: str, model: str, rows: Sequence[Row], log: Path) -> dict[str, dict[str, Any]]:
-    command = [sys.executable, "-m", "bench.serving", "--worker", name, "--models", model, *(row.name for row in rows)]
+def _command(name: str, model: str, rows: Sequence[Row], end: float) -> list[str]:
+    return [sys.executable, "-m", "bench.serving", "--worker", name, "--models", model, "--end", str(end), *(row.name for row in rows)]
+
+
+def _collect(name: str, model: str, rows: Sequence[Row], log: Path, end: float) -> dict[str, dict[str, Any]]:
+    if time.time() + START[name] > end:
+        print(f"{name} {model}: left out, the time is up", flush=True)
+        return {}
+    command = _command(name, model, rows, end)
     found: dict[str, dict[str, Any]] = {}
     with log.open("w") as sink, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sink, text=True) as process:
         assert process.stdout is not None
+        timer = threading.Timer(min(max(end - time.time(), 0), threading.TIMEOUT_MAX), process.kill)
+        timer.start()
         try:
             for line in process.stdout:
                 if line.startswith("ROW "):
@@ -212,6 +152,8 @@ def _collect(name: str, model: str, rows: Sequence[Row], log: Path) -> dict[str,
             process.kill()
             print(f"{name} {model}: interrupted; what was measured is kept", flush=True)
             return found
+        finally:
+            timer.cancel()
     if process.returncode:
         print(f"{name} {model}: exit status {process.returncode}; the end of {log}:\n{log.read_text()[-2000:]}", flush=True)
     return found
@@ -253,7 +195,9 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--models", default=",".join(MODELS), metavar="NAME[,NAME]", help=f"only rows of these: {', '.join(MODELS)}")
     p.add_argument("--against", choices=["vllm"], help="run the peer too; it must be installed")
     p.add_argument("--list", action="store_true", help="list the rows, and stop")
+    p.add_argument("--seconds", type=float, default=1e6, help="leave out what cannot be done in so many seconds in all")
     p.add_argument("--worker", choices=list(ENGINES), help=argparse.SUPPRESS)
+    p.add_argument("--end", type=float, help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     models = args.models.split(",")
     wrong = [n for n in args.rows if n not in {r.name for r in ROWS}] + [m for m in models if m not in MODELS]
@@ -266,12 +210,12 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(f"{r.name}  ({r.model}, {r.kind})" for r in rows))
         return 0
     if args.worker:
-        work(args.worker, models[0], rows)
+        work(args.worker, models[0], rows, args.end)
         return 0
-    return _measure_all(models, rows, args.against)
+    return _measure_all(models, rows, args.against, time.time() + args.seconds)
 
 
-def _measure_all(models: Sequence[str], rows: Sequence[Row], against: str | None) -> int:
+def _measure_all(models: Sequence[str], rows: Sequence[Row], against: str | None, end: float) -> int:
     from bench import machine
 
     logs, records = ROOT / "build", {r["row"]: r for r in read()}
@@ -281,8 +225,12 @@ def _measure_all(models: Sequence[str], rows: Sequence[Row], against: str | None
     for model in models:
         if not (mine := [r for r in rows if r.model == model]):
             continue
-        ours = _collect("pyllm", model, mine, logs / f"serving_pyllm_{model}.log")
-        peers = _collect(against, model, mine, logs / f"serving_{against}_{model}.log") if against else {}
+        lookups = [r for r in mine if r.kind == "lookup"]  # two engines of their own, in a process of their own
+        ours, peers = {}, {}
+        for name, some in (("pyllm", [r for r in mine if r not in lookups]), ("pyllm", lookups), (against, mine)):
+            if some and name:
+                log = logs / f"serving_{name}_{'lookup_' * (some is lookups)}{model}.log"
+                (ours if name == "pyllm" else peers).update(_collect(name, model, some, log, end))
         failed += len(mine) - len(ours)
         for row in (row for row in mine if row.name in ours):
             stated = {"row": row.name, "unit": row.unit, "goal": row.goal, "goal_ratio": row.ratio}

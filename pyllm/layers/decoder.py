@@ -182,7 +182,10 @@ class Decoder(Spec):
             extra = m.positions(b.positions)
             res = res + (b.reduce(extra) if m.tp > 1 else extra)
         delta: Tensor | None = None
-        for sub in m.subs:
+        rows = b.logit_rows  # the final norm and the head see only the rows whose logits are wanted, and so does an MLP before them
+        for i, sub in enumerate(m.subs, 1):
+            if i == len(m.subs) and rows is not None and 0 < len(rows) < len(res) and isinstance(sub.spec.body, (MLP, MoE)):
+                res, delta, rows = res[rows], None if delta is None else delta[rows], None
             x = edge(res, delta, getattr(sub, "pre", None), m.fuse)
             if isinstance(x, Normed):
                 x.open = m.tp == 1 and not sub.spec.post and sub.spec.scale == 1.0 and not isinstance(sub.spec.body, Sum)
@@ -199,8 +202,8 @@ class Decoder(Spec):
                 delta = sub.post(delta)
             if sub.spec.scale != 1.0:
                 delta = delta * sub.spec.scale  # not in place: a body may have given the residual itself
-        if b.logit_rows is not None:  # the final norm and the head see only the rows whose logits are wanted
-            res, delta = res[b.logit_rows], None if delta is None else delta[b.logit_rows]
+        if rows is not None:
+            res, delta = res[rows], None if delta is None else delta[rows]
         h = edge(res, delta, m.norm if self.norm else None, m.fuse)
         assert isinstance(h, Normed)
         return self.logits(m, h, b)

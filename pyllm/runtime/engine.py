@@ -31,7 +31,7 @@ class Engine:
     spec: the declaration. weights: checkpoint name -> tensor, bound here, or a bound module (`module(batch) -> logits [R, V]`).
     pages or max_tokens: size of the KV pool, in pages (the dummy page included) or in tokens; neither: what max_batch full contexts need,
     at most `memory_share` of the memory that is free beside `spare_bytes` (activations).
-    max_batch: requests in a step. chunk: prompt tokens in a step, beside one token of each generating request.
+    max_batch: requests in a step. chunk: tokens in a step with prompts, one of each generating request among them.
     max_length: tokens of a request, prompt and output; None: the model's context.
     kv_dtype: of the cache, default `dtype`; float8_e4m3fn and int8 take `kv_scales` (slot -> (k_scale, v_scale)), and int8 finds its own
     without them. eos_ids: the model's end tokens.
@@ -40,7 +40,7 @@ class Engine:
     others get, and how many events to keep of what comes and goes. overlap: launch a step before the tokens of the one before are read
     (None: on a GPU); `step` then returns the requests of the step before. graph_sizes: batch sizes of decode steps, captured as CUDA graphs
     on a GPU; None: chosen by max_batch there; [] off.
-    mixed_sizes: the same for numbers of tokens of steps with prompts; None: up to 1024 where graph_sizes is not [].
+    mixed_sizes: the same for numbers of tokens of steps with prompts; None: up to 1024, and chunk, where graph_sizes is not [].
     draft_len: guess so many tokens of each greedy request from what followed its last draft_ngram tokens before, or with draft_model, a
     second (declaration, weights or bound module) of the same vocabulary, what that one would say; runs without overlap.
     deterministic: a request has the same bits in any company (docs/executor.md); on CUDA the module is bound with invariant=True.
@@ -48,6 +48,7 @@ class Engine:
 
     steps = drafted = accepted = 0  # launched steps; guessed tokens, and how many of them were right
     host_seconds = 0.0  # of launched steps: the time in which the host did not wait for the device
+    decode_steps, decode_host_seconds = 0, 0.0  # of those without prompts
 
     def __init__(
         self,
@@ -89,6 +90,8 @@ class Engine:
         grid = grid_of(spec, module, cuda, kv_dtype, page_size, chunk, reserve) if deterministic else 0
         self.dtype, self.max_batch, self.chunk, self.reserve = dtype, max_batch, chunk, reserve
         stored = [(spec, kv_dtype)] if draft_model is None else [(spec, kv_dtype), (draft_model[0], dtype)]
+        graph_sizes, mixed_sizes = step_sizes(graph_sizes, mixed_sizes, cuda, max_batch, most, chunk, stored, dtype, page_size)
+        spare_bytes *= 1 + (chunk in mixed_sizes)  # the largest step has memory in its graph, and where steps run without one
         pages = pages or self._pages(max_tokens, memory_share, spare_bytes, page_size, most, stored)
         windows = Windows.of(spec.kv_slots(), page_size, max_batch, most, pages, self.device)
         kv_scales = kv_scales or find_scales(module, spec, dtype, kv_dtype, page_size, self.device)
@@ -96,7 +99,6 @@ class Engine:
         self._pools = [self.kv]
         draft = self._draft_model(*draft_model, draft_len) if draft_model else None
         self.pool, moves = watched(BlockPool(pages), self._pools, *tiers, bool(windows))
-        graph_sizes, mixed_sizes = step_sizes(graph_sizes, mixed_sizes, cuda, max_batch, most, stored, dtype, page_size)
         self._runner = Runner(
             module, self.kv, vocab=spec.vocab_size, max_batch=max_batch, max_length=self.max_length, max_tokens=most,
             decode_sizes=graph_sizes, mixed_sizes=mixed_sizes, draft=draft, guess_rows=most - chunk if grid else 0,
@@ -187,8 +189,7 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Launch a step and read a launched one; the requests that got a token or ended in what was read. [] when nothing was read."""
-        start, waited = time.perf_counter(), 0.0
-        moved: list[Request] = []
+        start, waited, moved = time.perf_counter(), 0.0, list[Request]()
         plan = self._scheduler.schedule(self._propose if self._runner.traits.plain else None)
         if plan is not None:
             moves = self._scheduler.take_moves()
@@ -202,7 +203,10 @@ class Engine:
         under_way = int(plan is not None and self.overlap and not self._runner.traits.waits)
         while len(self._flights) > under_way:
             waited += self._read(moved)
-        self.host_seconds += time.perf_counter() - start - waited - self._runner.take_guess_seconds()
+        host = time.perf_counter() - start - waited - self._runner.take_guess_seconds()
+        self.host_seconds += host
+        if plan is not None and not plan.chunks:
+            self.decode_steps, self.decode_host_seconds = self.decode_steps + 1, self.decode_host_seconds + host
         return moved
 
     def run(self) -> None:

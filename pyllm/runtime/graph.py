@@ -18,7 +18,8 @@ from pyllm.ops.attention import attention_kernel
 from pyllm.plan.pages import SlotSizes
 from pyllm.progress import progress_bar
 
-MAX_SIZE = 1024  # larger steps take long enough for Python to stay ahead
+MAX_SIZE = 1024  # larger steps take long enough for Python to stay ahead, but for those of a full chunk, which come in a row
+FEW = 8  # sequences of the mixed steps whose time matters most: a prompt or two, and little else
 
 
 def graph_sizes(max_batch: int) -> list[int]:
@@ -28,13 +29,29 @@ def graph_sizes(max_batch: int) -> list[int]:
     return [s for s in sizes if s < top] + [top]
 
 
-def token_sizes(most: int, slots: Mapping[int, SlotSizes], dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int) -> list[int]:
+def token_sizes(
+    most: int, chunk: int, slots: Mapping[int, SlotSizes], dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int
+) -> list[int]:
     """Of steps with prompts: to 1024 tokens, which take a GPU about as long as Python needs to launch the kernels of 32 layers (14 ms on an
-    H200's host). None where attention is a torch composition: it reads whole page tables, and a graph has them at full width."""
+    H200's host), and a full chunk. None where attention is a torch composition: it reads whole page tables, and a graph has them at full
+    width."""
     if any(attention_kernel(dtype, kv_dtype, s.head_dim, page_size, most, True) != "paged_attention" for s in slots.values()):
         return []
     sizes = [8, 16, 32, 64, 128, *range(256, 512, 64), *range(512, MAX_SIZE + 1, 128)]
-    return [s for s in sizes if s <= most]
+    return [s for s in sizes if s <= most] + [chunk] * (chunk > MAX_SIZE)
+
+
+def mixed_shapes(tokens: Sequence[int], max_batch: int) -> list[tuple[int, int]]:
+    """(tokens, sequences) of the steps with prompts that are captured, the least first. In large ones there are as many rows of logits as
+    sequences, and 1024 of them with 128k tokens take an H200 1.7 ms: hence three sizes."""
+    few, many = (FEW, max_batch), (-(-max_batch // 4), -(-max_batch // 2), max_batch)
+    return sorted({(t, min(t, b, max_batch)) for t in tokens for b in (few if t <= MAX_SIZE else many)})
+
+
+def wasteful(tokens: int, size: int) -> bool:
+    """Padding a step of so many tokens to this size costs more than Python's launches: small steps take about as long as reading the
+    weights, in large ones every token counts."""
+    return size > MAX_SIZE and 16 * (size - tokens) > size
 
 
 def check_sizes(name: str, sizes: Sequence[int], most: int) -> list[int]:

@@ -15,7 +15,7 @@ from pyllm.ops.attention import INT8_ROWS
 from pyllm.ops.sampling import sample_tokens
 from pyllm.runtime.batch import Batch
 from pyllm.runtime.draft import DraftModel
-from pyllm.runtime.graph import Graphs, check_sizes
+from pyllm.runtime.graph import Graphs, check_sizes, mixed_shapes, wasteful
 from pyllm.runtime.kv import KvPool
 from pyllm.runtime.request import Request
 from pyllm.runtime.rows import Rows
@@ -23,8 +23,6 @@ from pyllm.runtime.sample import Logprobs, Traits, to_device, to_host
 from pyllm.runtime.schedule import Chunk, Plan
 from pyllm.runtime.shape import Shaper
 from pyllm.runtime.step import PackedStep, StepBuffers, padded_rows
-
-FEW = 8  # sequences of the mixed steps whose time matters most: a prompt or two, and little else
 
 
 @dataclass
@@ -46,7 +44,7 @@ class Flight:
 
 class Runner:
     """module(batch) -> logits `[R, V]`. Steps have at most max_batch requests of max_length tokens, and max_tokens tokens in all. They are
-    padded to the next of decode_sizes (rows) or mixed_sizes (tokens), if there is one; a mixed step also to 8 sequences, or to max_batch.
+    padded to the next of decode_sizes (rows) or mixed_sizes (tokens), if there is one; a mixed step also in its sequences (`mixed_shapes`).
     guess_rows: if not 0, guesses are verified as so many sequences of one row, as if they were decode steps.
     """
 
@@ -75,7 +73,7 @@ class Runner:
         mixed_sizes = check_sizes("mixed_sizes", mixed_sizes, max_tokens)
         if apart and mixed_sizes:  # the sequences of a captured step may have any length
             raise ValueError("Engine: mixed_sizes (capture_num_tokens) with an int8 cache, expected none: such steps run without graphs")
-        self.mixed_sizes = sorted({(t, min(t, b, max_batch)) for t in mixed_sizes for b in (FEW, max_batch)})
+        self.mixed_sizes = mixed_shapes(mixed_sizes, max_batch)
         kinds: dict[str, Callable[[Any], Tensor]] = {"guess": self._guess}
         kinds |= {"tokens": self._tokens, "logits": self._logits, "mixed": self._padded}
         self.graphs = Graphs(kinds, kv.device)
@@ -159,7 +157,7 @@ class Runner:
         need = (step.tokens, step.sequences)
         sizes = self.mixed_sizes if step.max_q > 1 else []  # a captured step takes another attention kernel
         size = next((s for s in sizes if s[0] >= need[0] and s[1] >= need[1] and padded_rows(s) >= step.logit_rows), None)
-        if size is None:
+        if size is None or wasteful(step.tokens, size[0]):
             logits = self._module(self._buffers.batch(step, self.rows, self._kv.caches))
         else:
             self._buffers.pad(step, size)

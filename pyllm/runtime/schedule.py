@@ -1,7 +1,8 @@
 """What runs in the next step.
 
-A step has one token of each request that is generating, and beside them up to `chunk` prompt tokens of the others: a long prompt is spread
-over several steps, so it never holds up those that generate. Requests wait in the order of their priority, then of their arrival.
+A step has one token of each request that is generating, and prompt tokens of the others: as many as make it `chunk` tokens, and half of
+`chunk` at least. A long prompt is spread over several steps, so it never holds up those that generate; and steps of one size run in the
+same memory, and fill the tiles of the products. Requests wait in the order of their priority, then of their arrival.
 
 Reserving (GUARANTEED_NO_EVICT): a request is admitted when the pool can hold all that it may ever need, so none gets stuck.
 Not reserving (MAX_UTILIZATION): it is admitted when its known tokens fit, and gets pages as it grows. When none is left, the request that
@@ -33,12 +34,7 @@ if TYPE_CHECKING:
     from pyllm.runtime.host import BlockPool
     from pyllm.runtime.rows import Rows
 
-
 LOGIT_ROWS = 512  # tokens of a chunk whose logits are all wanted: 131 MB in bf16 with 128k tokens in the vocabulary
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return -request.priority, request.request_id
 
 
 class Scheduler:
@@ -76,7 +72,7 @@ class Scheduler:
         return -(-(len(request.tokens) - 1) // self.page_size)
 
     def enqueue(self, request: Request) -> None:
-        bisect.insort(self.waiting, request, key=_order)
+        bisect.insort(self.waiting, request, key=Request.order)
 
     def schedule(self, propose: Propose | None = None) -> Plan | None:
         """The work of the next step; None when there is nothing to launch. propose: guesses tokens of each request."""
@@ -99,13 +95,14 @@ class Scheduler:
                 return Plan([], [], drafts)
         if not self._prefilling:  # the step that must be quick
             return Plan([r for r in held if r is not None], []) if held else None
-        chunks, budget = [], self.chunk
+        decodes = [] if self.grid else [r for r in held if r is not None and r.decoding]
+        chunks, budget = [], max(self.chunk - len(decodes), -(-self.chunk // 2))
         for request in self._prefilling:
             count = self._chunk(request, budget)
             if count:
                 chunks.append(Chunk(request, request.computed, count))
                 budget -= count
-        return Plan([] if self.grid else [r for r in held if r is not None and r.decoding], chunks)
+        return Plan(decodes, chunks)
 
     def _chunk(self, request: Request, budget: int) -> int:
         """Tokens of a prompt that the step takes."""
@@ -199,6 +196,7 @@ class Scheduler:
             if len(found) < full and request.keys[len(found)] in coming:
                 self.pool.free(found)
                 return None
+            self._name(request, 0, found if request.retention else found[:0])
         kept = self.pool.load(request.keys[len(found) : full], cell // self.page_size) if isinstance(self.pool, WatchedPool) else []
         part, shared = self._part(request, len(found)) if len(found) < need and not kept else (found[:0], 0)
         if need - len(found) > self.pool.available:
@@ -220,8 +218,7 @@ class Scheduler:
     def _load(self, request: Request, kept: list[int], first: int, fresh: NDArray[np.int32]) -> bool:
         """Bring pages back from the host, behind the first ones; whether the pool knows them by their names again."""
         self._moves += [("load", at, page) for at, page in zip(kept, fresh.tolist(), strict=False)]
-        keys = b"".join(request.keys[first : first + len(kept)])
-        return not kept or self.pool.cache(keys, fresh[: len(kept)]) == len(kept)
+        return self._name(request, first, fresh[: len(kept)]) == len(kept)
 
     def _part(self, request: Request, pages: int) -> tuple[NDArray[np.int32], int]:
         """A page, held, whose first tokens are those of the request behind so many reused pages; and how many."""
@@ -237,11 +234,11 @@ class Scheduler:
 
     def _grow(self) -> None:
         """A page for each generating request whose next token begins one; the last in order give way."""
-        for request in sorted(self.running, key=_order):
+        for request in sorted(self.running, key=Request.order):
             if request.row < 0 or not request.decoding or request.next_position < len(request.pages) * self.page_size:
                 continue
             while self.pool.available == 0 and request.row >= 0:
-                self._preempt(max((r for r in self.running if r.row >= 0), key=_order))
+                self._preempt(max((r for r in self.running if r.row >= 0), key=Request.order))
             if request.row >= 0:
                 request.pages = np.concatenate([request.pages, self.pool.allocate(1)])
                 self.rows.changed(request)
@@ -260,12 +257,16 @@ class Scheduler:
         if self.reuse and 0 <= request.named < full:
             extend_keys(request.keys, root_key(request.salt), request.sync_tokens(), full, self.page_size)
             new = full - request.named
-            known = self.pool.cache(b"".join(request.keys[request.named : full]), request.pages[request.named : full])
+            known = self._name(request, request.named, request.pages[request.named : full])
             if self._texts is not None:
                 names = [root_key(request.salt), *request.keys[:full]]
-                for i in range(request.named, request.named + known):
-                    self._texts.add(names[i], names[i + 1], request.tokens[i * self.page_size : (i + 1) * self.page_size])
+                self._texts.add_pages(names, request.tokens, self.page_size, request.named, request.named + known)
             request.named = full if known == new else -1
+
+    def _name(self, request: Request, first: int, pages: NDArray[np.int32]) -> int:
+        """Tell the pool what these pages hold, its pages from `first` on, and what they are worth; how many it knows by it."""
+        end = first + len(pages)
+        return self.pool.cache(b"".join(request.keys[first:end]), pages, request.priorities(first, end, self.page_size))
 
     def knows(self, request: Request) -> bool:
         return request in self.running or request in self.waiting

@@ -27,6 +27,7 @@ def step_sizes(
     cuda: bool,
     max_batch: int,
     most: int,
+    chunk: int,
     stored: Stored,
     dtype: torch.dtype,
     page_size: int,
@@ -36,7 +37,7 @@ def step_sizes(
         return decode or (), mixed or ()
     decode = graph_sizes(max_batch) if decode is None else decode
     if mixed is None:
-        each = [token_sizes(most, s.kv_slots(), dtype, kind, page_size) for s, kind in stored]
+        each = [token_sizes(most, chunk, s.kv_slots(), dtype, kind, page_size) for s, kind in stored]
         mixed = min(each, key=len) if decode else []
     return decode, mixed
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import results_page, serving
+from bench import engines, results_page, serving
+from pyllm.api.dummy import SHAPES
 
 
 def record(**changes: Any) -> dict[str, Any]:
@@ -72,12 +75,56 @@ class Engine:
         }
 
 
-@pytest.mark.parametrize("row", serving.ROWS, ids=lambda r: r.name)
+@pytest.mark.parametrize("row", [r for r in serving.ROWS if r.kind != "lookup"], ids=lambda r: r.name)
 def test_each_kind_of_row_is_measured(row: serving.Row) -> None:
     rates = {"8B FP8, 256 x (1024 / 1024)": 4.0}
     got = serving.measure(Engine(), row, 50, rates)
     assert got["value"] == pytest.approx({"throughput": 10.0, "ttft": 6.0, "load": 6.0, "prefix": 10.0}[row.kind])
     json.dumps(got)
+
+
+SMALL = {"vocab_size": 400, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "rope_scaling": None}
+
+
+def test_the_model_of_the_lookup_row_repeats_its_prompt_but_for_the_edits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engines.SHAPES, "small", SHAPES["llama-3.1-8b"] | SMALL)
+    monkeypatch.setitem(engines.MODELS, "small", ("small", None, "auto"))
+    prompt = engines.edited_text(120, 400, 1 / 8)
+    kept = [i for i, t in enumerate(prompt[:-1]) if t == i]
+    assert prompt[0] == prompt[-1] == 0 and len(prompt) == 120
+    assert 119 * 0.75 < len(kept) < 119 and all(t >= 200 for i, t in enumerate(prompt[:-1]) if i not in kept)
+    got = engines.lookup_speed("small", prompt, 60, device="cpu", dtype="fp32")
+    assert got["value"] == pytest.approx(got["guessing"] / got["plain"])
+    assert 0.3 < got["acceptance_rate"] < 1  # each edit ends a run of guesses
+
+
+def test_a_model_that_says_something_else_is_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engines.SHAPES, "small", SHAPES["llama-3.1-8b"] | SMALL)
+    monkeypatch.setitem(engines.MODELS, "small", ("small", None, "auto"))
+    monkeypatch.setattr(engines, "walk", lambda start, count, vocab: [5] * count)
+    with pytest.raises(RuntimeError, match="the tokens are not those of the model"):
+        engines.lookup_speed("small", [0, 1, 2, 0], 20, device="cpu", dtype="fp32")
+
+
+@pytest.mark.parametrize(("seconds", "started"), [(20.0, False), (100.0, True)])
+def test_what_has_no_time_left_is_left_out(
+    seconds: float, started: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = serving.ROWS[0]
+    reply = "print('ROW ' + '{\"row\": \"" + row.name + '", "value": 3.5}\')'
+    monkeypatch.setattr(serving, "_command", lambda *_: [sys.executable, "-c", reply])
+    got = serving._collect("pyllm", row.model, [row], tmp_path / "log", time.time() + seconds)
+    assert got == ({row.name: {"value": 3.5}} if started else {})
+    assert ("left out, the time is up" in capsys.readouterr().out) is not started
+
+
+def test_a_worker_is_ended_when_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(serving.START, "pyllm", 0.0)
+    monkeypatch.setattr(serving, "_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
+    start = time.time()
+    assert serving._collect("pyllm", "8b-fp8", [serving.ROWS[2]], tmp_path / "log", start + 1) == {}
+    assert time.time() - start < 30
 
 
 def test_names_are_unique_and_rates_come_before_their_use() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pyllm.api.params import SamplingParams
 from pyllm.runtime import pack, pool
 from pyllm.runtime.engine import Engine
-from pyllm.runtime.graph import graph_sizes
+from pyllm.runtime.graph import graph_sizes, mixed_shapes, wasteful
 from tests.runtime.fake import EOS, NAN_TOKEN, VOCAB, FakeModel, FakeSpec, expected, hashed
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -116,7 +116,7 @@ def test_a_prompt_is_prefilled_beside_decodes() -> None:
     engine.step()
     engine.submit(list(range(40)), SamplingParams(max_tokens=2))
     engine.run()
-    assert model.steps[:5] == [(3, 1, 1), (17, 2, 1), (17, 2, 1), (9, 2, 2), (2, 2, 2)]
+    assert model.steps[:5] == [(3, 1, 1), (16, 2, 1), (16, 2, 1), (11, 2, 2), (2, 2, 2)]  # 16 tokens, the generated one among them
 
 
 @pytest.mark.parametrize(
@@ -382,3 +382,40 @@ def test_the_beginning_of_a_page_is_reused_by_a_copy() -> None:
         other = engine.submit(text, **{"params": SamplingParams(max_tokens=3)} | options)
         engine.run()
         assert other.cached_tokens == 0
+
+
+def test_full_chunks_have_one_size_and_the_sizes_of_a_graph() -> None:
+    """Steps of a ramp count the generating requests in: all have the chunk's size, but the last, which is too small to be padded to it."""
+    model = FakeModel()
+    spec = FakeSpec(max_positions=700)
+    engine = make(model, spec, pages=400, max_batch=8, chunk=1100, mixed_sizes=[1100])
+    requests = [engine.submit([n % 50] * (420 + n), SamplingParams(max_tokens=4 + n)) for n in range(8)]
+    engine.run()
+    assert all(r.token_ids == expected(r.prompt_token_ids, 4 + i, 700) for i, r in enumerate(requests))
+    prompts = sum(len(r.prompt_token_ids) for r in requests)
+    steps = [s for s in model.steps if s[0] > 8]
+    assert [t for t, _, _ in steps[:-1]] == [1100] * (len(steps) - 1)
+    assert all(b in (4, 8) and r == max(b, 64) for _, b, r in steps[:-1])  # padded sequences; at least 64 rows of logits
+    assert steps[-1][0] < 1100 * 15 / 16 and steps[-1][1] <= 8 and prompts > 3 * 1100
+    assert_idle(engine)
+
+
+def test_half_a_chunk_is_left_to_prompts() -> None:
+    model = FakeModel()
+    engine = make(model, pages=100, max_batch=13, chunk=8)
+    for n in range(12):
+        engine.submit([n, n], SamplingParams(max_tokens=60))
+    while model.steps[-1:] != [(12, 12, 12)]:
+        engine.step()
+    engine.submit([9] * 10, SamplingParams(max_tokens=2))
+    engine.step(), engine.step(), engine.step()
+    assert [t for t, _, _ in model.steps[-3:]] == [16, 16, 14]  # 12 of them generated
+    engine.run()
+
+
+def test_shapes_of_captured_steps() -> None:
+    assert mixed_shapes([8, 64], 33) == [(8, 8), (64, 8), (64, 33)]
+    assert mixed_shapes([8192], 1000) == [(8192, 250), (8192, 500), (8192, 1000)]
+    assert mixed_shapes([2048], 1) == [(2048, 1)]
+    assert not wasteful(9, 16) and not wasteful(513, 1024)
+    assert not wasteful(7680, 8192) and wasteful(7679, 8192) and wasteful(1100, 8192)

@@ -74,6 +74,30 @@ def test_graphs_and_overlap_change_nothing(engines, n, how) -> None:
     assert all(tokens == got["eager"] for tokens in got.values()), [name for name, t in got.items() if t != got["eager"]]
 
 
+def test_steps_of_a_full_chunk_come_from_a_graph(model, monkeypatch) -> None:
+    """12 prompts of 100 to 1200 tokens: two or three such steps, the rest of the prompts without a graph."""
+    g = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 1024, (100 + 100 * i,), generator=g).tolist() for i in range(12)]
+    options = {"max_length": 2048, "mixed_sizes": [64, 2048], "graph_sizes": [MAX_BATCH]}
+    spec = spec_from_config(CONFIG | {"max_position_embeddings": 2048})
+    module = bind(spec, DummyWeights(spec, "cuda", torch.bfloat16), device="cuda", dtype=torch.bfloat16)
+    got, replayed = [], []
+    for graphs in (True, False):
+        if not graphs:
+            monkeypatch.setattr(Graphs, "capture", lambda *args: None)
+        engine = make((spec, module), **options)
+        for cache in engine.kv.caches.values():
+            cache.k[1:], cache.v[1:] = float("nan"), float("nan")
+        run = engine._runner.graphs.run
+        monkeypatch.setattr(engine._runner.graphs, "run", lambda kind, n, run=run: (replayed.append((kind, n)), run(kind, n))[1])
+        requests = [engine.submit(p, SamplingParams(max_tokens=9, ignore_eos=True)) for p in prompts]
+        engine.run()
+        assert [r.error for r in requests] == [None] * len(prompts)
+        got.append([r.token_ids for r in requests])
+    assert got[0] == got[1]
+    assert sum(kind == "mixed" and n[0] == 2048 for kind, n in replayed) >= 2 * 2
+
+
 def test_graphs_write_idle_rows_to_the_dummy_page_alone(model) -> None:
     engine = make(model, max_batch=8, graph_sizes=[8])
     before = {s: (c.k[1:].clone(), c.v[1:].clone()) for s, c in engine.kv.caches.items()}
