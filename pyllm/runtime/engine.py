@@ -30,7 +30,7 @@ class Engine:
 
     spec: the declaration. weights: checkpoint name -> tensor, bound here, or a bound module (`module(batch) -> logits [R, V]`).
     pages or max_tokens: size of the KV pool, in pages (the dummy page included) or in tokens; neither: what max_batch full contexts need,
-    at most `memory_share` of the memory that is free beside `spare_bytes` (activations).
+    at most `memory_share` of the memory that is free beside `spare_bytes` (activations; twice, if a graph keeps those of a full chunk).
     max_batch: requests in a step. chunk: tokens in a step with prompts, one of each generating request among them.
     max_length: tokens of a request, prompt and output; None: the model's context.
     kv_dtype: of the cache, default `dtype`; float8_e4m3fn and int8 take `kv_scales` (slot -> (k_scale, v_scale)), and int8 finds its own
@@ -91,8 +91,7 @@ class Engine:
         self.dtype, self.max_batch, self.chunk, self.reserve = dtype, max_batch, chunk, reserve
         stored = [(spec, kv_dtype)] if draft_model is None else [(spec, kv_dtype), (draft_model[0], dtype)]
         graph_sizes, mixed_sizes = step_sizes(graph_sizes, mixed_sizes, cuda, max_batch, most, chunk, stored, dtype, page_size)
-        spare_bytes *= 1 + (chunk in mixed_sizes)  # the largest step has memory in its graph, and where steps run without one
-        pages = pages or self._pages(max_tokens, memory_share, spare_bytes, page_size, most, stored)
+        pages = pages or self._pages(max_tokens, memory_share, spare_bytes * (1 + (chunk in mixed_sizes)), page_size, most, stored)
         windows = Windows.of(spec.kv_slots(), page_size, max_batch, most, pages, self.device)
         kv_scales = kv_scales or find_scales(module, spec, dtype, kv_dtype, page_size, self.device)
         self.kv = KvPool(spec.kv_slots(), pages, page_size, kv_dtype, self.device, kv_scales, windows.each)
