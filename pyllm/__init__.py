@@ -14,6 +14,7 @@ _NAMES = {
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "KvCacheConfig": "config",
+    "KvCacheRetentionConfig": "retention",
     "SchedulerConfig": "config",
     "CudaGraphConfig": "config",
     "DraftTargetDecodingConfig": "config",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pyllm.api.outputs import CompletionOutput, RequestOutput
 from pyllm.api.params import SamplingParams
+from pyllm.api.retention import KvCacheRetentionConfig
 from pyllm.runtime.request import Request, TokenLogprob
 
 
@@ -62,7 +63,7 @@ def step_params(params: SamplingParams) -> SamplingParams:
     return SamplingParams(max_tokens=1, ignore_eos=True, logprobs=2 * params.samples, detokenize=False)
 
 
-Generate = Callable[[list[list[int]], list[SamplingParams]], Sequence[RequestOutput]]
+Generate = Callable[[list[list[int]], list[SamplingParams], list[KvCacheRetentionConfig | None]], Sequence[RequestOutput]]
 
 
 def run_searches(generate: Generate, groups: Sequence[Sequence[Request]]) -> None:
@@ -74,7 +75,8 @@ def run_searches(generate: Generate, groups: Sequence[Sequence[Request]]) -> Non
         active[i] = found, next(found)
     while active:
         asked = [(i, ids) for i, (_, wanted) in active.items() for ids in wanted]
-        outs = generate([ids for _, ids in asked], [step_params(groups[i][0].params) for i, _ in asked])
+        each = [groups[i][0] for i, _ in asked]
+        outs = generate([ids for _, ids in asked], [step_params(r.params) for r in each], [r.retention for r in each])
         answers: dict[int, list[CompletionOutput]] = {i: [] for i in active}
         for (i, _), out in zip(asked, outs, strict=True):
             answers[i].append(out.outputs[0])

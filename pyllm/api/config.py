@@ -51,7 +51,7 @@ class KvCacheConfig(_Config):
 
     HINTS: ClassVar[dict[str, str]] = {
         "onboard_blocks": "blocks in the host's memory are always brought back when they are asked for",
-        "secondary_offload_min_priority": "blocks have no priorities; the least recently used one goes first",
+        "secondary_offload_min_priority": "blocks of all priorities are kept in the host's memory, if host_cache_size is given",
         "max_attention_window": "sliding windows are a property of the model's declaration (Attn.window)",
         "sink_token_length": "attention sinks are a property of the model's declaration (Attn.sinks)",
         "copy_on_partial_reuse": "a part of a block is always reused by a copy; enable_partial_reuse=False turns it off",

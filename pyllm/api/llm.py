@@ -17,8 +17,9 @@ from pyllm.api.config import CudaGraphConfig, DraftTargetDecodingConfig, KvCache
 from pyllm.api.model import CHUNK, Parts, load_parts
 from pyllm.api.outputs import RequestOutput
 from pyllm.api.params import SamplingParams
-from pyllm.api.prompts import one_prompt, prompt_ids
+from pyllm.api.prompts import for_each, one_prompt, prompt_ids
 from pyllm.api.refuse import LLM_HINTS, check_llm, of_type, refuse_unknown
+from pyllm.api.retention import KvCacheRetentionConfig
 from pyllm.api.text import TextOutput
 from pyllm.layers.one_kernel import in_one_kernel
 from pyllm.plan.memory import activation_bytes
@@ -102,6 +103,7 @@ class LLM:
             mixed_sizes=graphs.token_sizes(chunk) if graphs and cuda else [],
             deterministic=deterministic, progress=progress, **guessing,
         )  # fmt: skip
+        self._reuse = kv.enable_block_reuse
         self._loop = EngineLoop(self._engine, watchdog_timeout)
 
     def generate(
@@ -112,15 +114,15 @@ class LLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        kv_cache_retention_config: KvCacheRetentionConfig | Sequence[KvCacheRetentionConfig | None] | None = None,
     ) -> RequestOutput | list[RequestOutput]:
         """Complete one prompt or many, and wait for all. A prompt that can never run is a ValueError, and none is run; one that fails while
-        it runs has finish_reason "error"."""
+        it runs has finish_reason "error". sampling_params and kv_cache_retention_config: one for all, or one for each."""
         one = isinstance(inputs, (str, Mapping)) or one_prompt(inputs)
         prompts: list[Any] = [inputs] if one else list(inputs)
-        each = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"LLM.generate: {len(each)} sampling_params for {len(prompts)} inputs")
-        made = [self._make(p, s, priority, cache_salt, False) for p, s in zip(prompts, each, strict=True)]
+        each = for_each("sampling_params", sampling_params, len(prompts))
+        kept = for_each("kv_cache_retention_config", kv_cache_retention_config, len(prompts))
+        made = [self._make(p, s, priority, cache_salt, k, False) for p, s, k in zip(prompts, each, kept, strict=True)]
         beams = [out._requests for out in made if out._requests[0].params.use_beam_search]
         self._loop.submit([r for out in made if out._requests not in beams for r in out._requests])
         try:
@@ -144,11 +146,12 @@ class LLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        kv_cache_retention_config: KvCacheRetentionConfig | None = None,
     ) -> RequestOutput:
         """Start one prompt. streaming: the handle can be iterated over, a look per step; else only its end can be waited for."""
         if sampling_params is not None and getattr(sampling_params, "use_beam_search", False):
             raise ValueError("LLM.generate_async: a beam search is known at its end alone; use generate")
-        out = self._make(inputs, sampling_params, priority, cache_salt, streaming)
+        out = self._make(inputs, sampling_params, priority, cache_salt, kv_cache_retention_config, streaming)
         self._loop.submit(out._requests)
         return out
 
@@ -197,8 +200,18 @@ class LLM:
     def __exit__(self, *_: Any) -> None:
         self.shutdown()
 
-    def _make(self, prompt: Prompt, params: SamplingParams | None, priority: int, salt: str | None, streaming: bool) -> RequestOutput:
+    def _make(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        priority: int,
+        salt: str | None,
+        retention: KvCacheRetentionConfig | None,
+        streaming: bool,
+    ) -> RequestOutput:
         params = of_type("sampling_params", params, SamplingParams) or SamplingParams()
+        if of_type("kv_cache_retention_config", retention, KvCacheRetentionConfig) and not self._reuse:
+            raise ValueError("LLM: kv_cache_retention_config with enable_block_reuse=False, which keeps no pages; leave one of them out")
         if streaming and params.samples > params.n:
             raise ValueError("LLM.generate_async: streaming cannot know the best samples before the end; set best_of=None")
         count = params.n if params.use_beam_search else params.samples
@@ -207,7 +220,7 @@ class LLM:
         requests: list[Request] = []
         for index in range(count):
             request = self._engine.prepare(ids, params, priority=priority, salt="" if salt is None else salt)
-            request.index, request.streaming = index, streaming
+            request.index, request.streaming, request.retention = index, streaming, retention
             if params.stop:
                 assert self.tokenizer is not None
                 include, skip = params.include_stop_str_in_output, params.skip_special_tokens
@@ -215,8 +228,8 @@ class LLM:
             requests.append(request)
         return RequestOutput(text, requests, self.tokenizer, params.n, self._abort)
 
-    def _generate_all(self, prompts: list[list[int]], params: list[SamplingParams], **options: Any) -> list[RequestOutput]:
-        outs = self.generate(prompts, params, False, **options)
+    def _generate_all(self, prompts: list[list[int]], params: list[SamplingParams], retention: list, **options: Any) -> list[RequestOutput]:
+        outs = self.generate(prompts, params, False, kv_cache_retention_config=retention, **options)
         assert isinstance(outs, list)
         return outs
 

@@ -18,6 +18,14 @@ def one_prompt(inputs: Any) -> bool:
     return len(inputs) > 0 and all(isinstance(i, (int, np.integer)) for i in inputs)
 
 
+def for_each(name: str, given: Any, prompts: int) -> list[Any]:
+    """One of an argument for each prompt."""
+    each = list(given) if isinstance(given, Sequence) else [given] * prompts
+    if len(each) != prompts:
+        raise ValueError(f"LLM.generate: {len(each)} {name} for {prompts} inputs")
+    return each
+
+
 def prompt_ids(prompt: Any) -> list[int]:
     ids = prompt.tolist() if isinstance(prompt, (Tensor, np.ndarray)) else prompt
     if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)):

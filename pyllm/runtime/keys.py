@@ -35,6 +35,11 @@ class PageTexts:
         self._of: OrderedDict[bytes, tuple[bytes, NDArray[np.int32]]] = OrderedDict()
         self._behind: dict[bytes, dict[bytes, None]] = {}
 
+    def add_pages(self, names: list[bytes], tokens: NDArray[np.int32], page_size: int, first: int, end: int) -> None:
+        """names: of nothing (`root_key`), and of each page of `tokens`, of which those from `first` up to `end` are new."""
+        for i in range(first, end):
+            self.add(names[i], names[i + 1], tokens[i * page_size : (i + 1) * page_size])
+
     def add(self, before: bytes, key: bytes, tokens: NDArray[np.int32]) -> None:
         if key not in self._of:
             self._of[key] = before, tokens.copy()

@@ -88,8 +88,8 @@ class WatchedPool:
         self._tell("removed", [key for _, key in gone])
         return pages
 
-    def cache(self, keys: bytes, pages: NDArray[np.int32]) -> int:
-        known = self._pool.cache(keys, pages)
+    def cache(self, keys: bytes, pages: NDArray[np.int32], priorities: NDArray[np.int32] | None = None) -> int:
+        known = self._pool.cache(keys, pages, priorities)
         new = []
         for i, page in enumerate(pages[:known].tolist()):
             key = keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pyllm.api.params import SamplingParams
 
 if TYPE_CHECKING:
+    from pyllm.api.retention import KvCacheRetentionConfig
     from pyllm.api.text import TextOutput
 
 
@@ -40,6 +41,7 @@ class Request:
     index: int = 0  # which of n samples of one prompt
     priority: int = 0
     salt: str = ""
+    retention: KvCacheRetentionConfig | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -89,6 +91,14 @@ class Request:
         """The output without the token that ended it, which is no part of the text."""
         ids = self.token_ids[:]  # a copy: the engine's thread may append, and says only later that a token was the end
         return ids[:-1] if ids and ids[-1] in self.ends else ids
+
+    def priorities(self, first: int, end: int, page_size: int) -> NDArray[np.int32] | None:
+        """Of its pages `first` up to `end`, for the time when nobody holds them; None: the usual one."""
+        return None if self.retention is None else self.retention.priorities(first, end, page_size, len(self.prompt_token_ids))
+
+    def order(self) -> tuple[int, int]:
+        """Among those that wait: the smaller first."""
+        return -self.priority, self.request_id
 
     def sync_tokens(self) -> NDArray[np.int32]:
         """`tokens`, with the output so far in it: a step only appends to `token_ids`."""

@@ -28,6 +28,7 @@ PUBLIC = (
     "LLM",
     "SamplingParams",
     "KvCacheConfig",
+    "KvCacheRetentionConfig",
     "SchedulerConfig",
     "CudaGraphConfig",
     "NGramDecodingConfig",

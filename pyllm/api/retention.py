@@ -1,0 +1,79 @@
+"""How long the cached pages of a request are worth keeping: `KvCacheRetentionConfig`, named as in TensorRT-LLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyllm.api.refuse import Checked
+from pyllm.runtime.pool import PRIORITY, TOP_PRIORITY
+
+_FOREVER = "a page keeps its priority until it is given away"
+
+
+class _Priorities(Checked):
+    def _need_priority(self, name: str) -> None:
+        value = getattr(self, name)
+        self._need(name, type(value) is int and 0 <= value <= TOP_PRIORITY, f"an integer from 0 to {TOP_PRIORITY}")
+
+
+@dataclass(frozen=True)
+class TokenRange(_Priorities):
+    """Tokens token_start up to token_end of the prompt, None: to its end."""
+
+    token_start: int
+    token_end: int | None = None
+    priority: int = PRIORITY
+
+    HINTS: ClassVar[dict[str, str]] = {"duration_ms": _FOREVER}
+
+    def __post_init__(self) -> None:
+        self._need("token_start", type(self.token_start) is int and self.token_start >= 0, "an integer, at least 0")
+        after = self.token_end is None or (type(self.token_end) is int and self.token_end > self.token_start)
+        self._need("token_end", after, f"None or an integer, more than token_start={self.token_start}")
+        self._need_priority("priority")
+
+
+@dataclass(frozen=True)
+class KvCacheRetentionConfig(_Priorities):
+    """Priorities, 0 to 100, of the pages that a request leaves in the cache; 35 where none is given. The lowest goes first when a page is
+    wanted, the least recently used first among equals.
+
+    token_range_retention_configs: of parts of the prompt (`KvCacheRetentionConfig.TokenRangeRetentionConfig`), which do not overlap.
+    decode_retention_priority: of what is generated. A page has the highest priority of its tokens, of what is cached behind it in its
+    prompt, and of all such configs of requests that have used it.
+    """
+
+    token_range_retention_configs: Sequence[TokenRange] = ()
+    decode_retention_priority: int = PRIORITY
+
+    TokenRangeRetentionConfig: ClassVar[type[TokenRange]] = TokenRange
+    HINTS: ClassVar[dict[str, str]] = {
+        "decode_duration_ms": _FOREVER,
+        "transfer_mode": "pages that are given away go to the host's memory: KvCacheConfig(host_cache_size=...)",
+        "directory": "pages that are given away go to the host's memory: KvCacheConfig(host_cache_size=...)",
+    }
+
+    def __post_init__(self) -> None:
+        ranges = self.token_range_retention_configs
+        good = isinstance(ranges, Sequence) and all(isinstance(r, TokenRange) for r in ranges)
+        self._need("token_range_retention_configs", good, "a list of KvCacheRetentionConfig.TokenRangeRetentionConfig")
+        ordered = sorted(ranges, key=lambda r: r.token_start)
+        apart = all(a.token_end is not None and a.token_end <= b.token_start for a, b in pairwise(ordered))
+        self._need("token_range_retention_configs", apart, "ranges that do not overlap")
+        self._need_priority("decode_retention_priority")
+
+    def priorities(self, first: int, end: int, page_size: int, prompt: int) -> NDArray[np.int32]:
+        """Of the pages `first` up to `end` of a sequence whose first `prompt` tokens are the prompt."""
+        start = first * page_size
+        tokens = np.full((end - first) * page_size, PRIORITY, np.int32)
+        tokens[max(prompt - start, 0) :] = self.decode_retention_priority
+        for r in self.token_range_retention_configs:
+            last = prompt if r.token_end is None else min(r.token_end, prompt)
+            tokens[max(r.token_start - start, 0) : max(last - start, 0)] = r.priority
+        return tokens.reshape(-1, page_size).max(1)
