@@ -32,7 +32,7 @@ import torch
 
 from pyllm.load.mapped import MappedFile
 from pyllm.load.safetensors_file import INDEX_NAME, open_safetensors
-from pyllm.load.staging import OnDevice, Stager
+from pyllm.load.staging import THREADS, OnDevice, Stager
 from pyllm.load.tensors import TensorMap
 from tools.digest import ROOT
 
@@ -157,7 +157,7 @@ def main() -> int:
     shares = {"host": round(speeds["host"] / speeds["read"], 3)} if {"host", "read"} <= speeds.keys() else {}
     if {"gpu", "read", "copy"} <= speeds.keys():
         shares["gpu"] = round(speeds["gpu"] / min(speeds["read"], speeds["copy"]), 3)
-    threads = min(8, len(os.sched_getaffinity(0)))
+    threads = min(THREADS, len(os.sched_getaffinity(0)))
     machine = torch.cuda.get_device_name() if CUDA else f"CPU, {len(os.sched_getaffinity(0))} cores ({platform.machine()})"
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip() or None
     line = {"machine": machine, "bytes": size, "threads": threads, "rounds": options.rounds, "gb_per_s": speeds, "share_of_ceiling": shares,

@@ -21,7 +21,7 @@ class PythonFileReader:
         self._pool = ThreadPoolExecutor(max(threads - 1, 1), thread_name_prefix="pyllm-load")
 
     def read(self, descriptor: int, begin: int, out: memoryview) -> int:
-        """Fills `out` with the bytes from `begin` on. Returns how many there are: fewer, some of them unread, where the file ends before."""
+        """Fills `out` with the bytes from `begin` on. Returns how many there are: fewer, some unread, where the file ends before."""
         size, ends = len(out), [len(out)]
         piece = min(max(-(-size // self._threads), SMALL), MOST)
         turn = itertools.count()  # one C call for the next number: threads never get the same

