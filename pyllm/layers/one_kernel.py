@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from pyllm import _native
 from pyllm.layers.bind import Bound
 from pyllm.layers.linear import Linear
-from pyllm.layers.recognise import not_served
+from pyllm.layers.recognise import Formats, not_served, rows_served
 from pyllm.ops.registry import OPS
 from pyllm.ops.step import StepModel, decode_step, step_workspace
 from pyllm.ops.step_checks import ROWS
@@ -28,15 +27,22 @@ def bound_not_served(module: Any, kv_dtype: torch.dtype) -> str | None:
     hooked = next((m for m in nodes if m._forward_hooks or m._forward_pre_hooks), None)
     if hooked is not None:
         return f"{hooked.path or 'the model'} has forward hooks, which one kernel would not call"
-    found: dict[tuple[str, ...], Any] = {tuple(m.spec.names(m.path)): m.format for m in nodes if isinstance(m.spec, Linear)}
     embed: Any = getattr(module, "embed", None)
     dtype = torch.bfloat16 if embed is None else embed.weight.dtype
-    return not_served(module.spec, lambda path, linear: found[tuple(linear.names(path))], dtype=dtype, kv_dtype=kv_dtype, tp=module.tp)
+    return not_served(module.spec, bound_formats(module), dtype=dtype, kv_dtype=kv_dtype, tp=module.tp)
 
 
-def fast_rows(model: StepModel) -> tuple[int, ...]:
-    """The numbers of rows for which the kernel is measured faster than the ops one after the other."""
-    return () if OPS["decode_step"].composition or not serves_gpu(model.embed.device) else tuple(range(1, ROWS + 1))
+def bound_formats(module: Bound) -> Formats:
+    found: dict[tuple[str, ...], Any] = {}
+    for m in module.modules():
+        if isinstance(m, Bound) and isinstance(m.spec, Linear):
+            found[tuple(m.spec.names(m.path))] = m.format
+    return lambda path, linear: found[tuple(linear.names(path))]
+
+
+def fast_rows(device: torch.device) -> int:
+    """Up to so many rows the kernel is measured faster than the ops one after the other."""
+    return ROWS if serves_gpu(device) and not OPS["decode_step"].composition else 0
 
 
 def serves_gpu(device: torch.device) -> bool:
@@ -55,7 +61,7 @@ def in_one_kernel(module: Any, asked: bool | None, kv_dtype: torch.dtype) -> Any
         raise ValueError(f"one_kernel is True, but {reason}")
     if reason:
         return module
-    rows = range(1, ROWS + 1) if asked else fast_rows(step_model(module))
+    rows = min(rows_served(module.spec, bound_formats(module)), ROWS if asked else fast_rows(module.embed.weight.device))
     return OneKernel(module, rows) if rows else module
 
 
@@ -86,22 +92,29 @@ def step_model(module: Any) -> StepModel:
     )  # fmt: skip
 
 
-class OneKernel:
-    """`module(batch)`, with decode steps of so many rows in one kernel. The workspace makes it serve one stream at a time."""
+def alike(*each: list[Tensor | None]) -> list[list[Tensor]]:
+    """The scales of each list that are there, all of one length: the KV heads', where one of them has that."""
+    given = [[s for s in some if s is not None] for some in each]
+    longest = max((len(s) for some in given for s in some), default=1)
+    return [[s if len(s) == longest else s.expand(longest).contiguous() for s in some] for some in given]
 
-    def __init__(self, module: Any, rows: Sequence[int]) -> None:
-        self._module, self._rows = module, frozenset(rows)
+
+class OneKernel:
+    """`module(batch)`, with decode steps of up to so many rows in one kernel. The workspace makes it serve one stream at a time."""
+
+    def __init__(self, module: Any, rows: int) -> None:
+        self._module, self._rows = module, rows
         self._model = step_model(module)
         self._slots = [sub.body.kv for sub in module.spec.subs[0::2]]
         self._rope = module.spec.subs[0].body.rope
-        self._workspace = step_workspace(self._model, max(rows))
+        self._workspace = step_workspace(self._model, rows)
 
     def __call__(self, b: Batch) -> Tensor:
         n = len(b.ids)
-        if n not in self._rows or b.max_q != 1 or len(b.kv_lens) != n or b.logit_rows is not None:
+        if not 1 <= n <= self._rows or b.max_q != 1 or len(b.kv_lens) != n or b.logit_rows is not None:
             return self._module(b)
         caches = [b.caches[slot] for slot in self._slots]
-        scales = [[s for s in some if s is not None] for some in ((c.k_scale for c in caches), (c.v_scale for c in caches))]
+        scales = alike([c.k_scale for c in caches], [c.v_scale for c in caches])
         return decode_step(
             self._model, b.ids, b.slots, b.kv_lens, b.page_table, *b.rope(self._rope), [c.k for c in caches], [c.v for c in caches],
             self._workspace, *scales,

@@ -15,7 +15,7 @@ from pyllm.layers.linear import Linear
 from pyllm.layers.mlp import MLP
 from pyllm.layers.norm import RMSNorm
 from pyllm.layers.spec import Spec, walk
-from pyllm.ops.step_checks import size_problem
+from pyllm.ops.step_checks import most_rows, size_problem
 
 Formats = Callable[[str, Linear], Format]
 """The format of the Linear at a path."""
@@ -32,6 +32,14 @@ def not_served(spec: Spec, formats: Formats, *, dtype: torch.dtype, kv_dtype: to
     if tp != 1:
         return f"tp is {tp}, expected 1"
     return next(_problems(spec, formats), None)
+
+
+def rows_served(spec: Decoder, formats: Formats) -> int:
+    """Sequences of a step at most, of a declaration that is served."""
+    attn, mlp = spec.subs[0].body, spec.subs[1].body
+    assert isinstance(attn, Attn) and isinstance(mlp, MLP)
+    path, linear = next((path, s) for path, s in walk(spec) if isinstance(s, Linear) and s is not spec.head)
+    return most_rows(spec.embed.d, mlp.ff, attn.heads, attn.kv_heads, attn.head_dim, type(formats(path, linear)) is Fp8)
 
 
 def _problems(spec: Spec, formats: Formats) -> Iterator[str]:

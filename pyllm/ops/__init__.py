@@ -17,12 +17,11 @@ from pyllm.ops.rows import advance_rows
 from pyllm.ops.sampling import sample_tokens, token_logprobs
 from pyllm.ops.simple import simple_attention, variant_attention
 from pyllm.ops.skinny import skinny_linear
-from pyllm.ops.step import StepModel, decode_step, step_workspace
+from pyllm.ops.step import decode_step
 
 _native.load()
 
 __all__ = [
-    "StepModel",
     "act",
     "act_mul",
     "act_mul_fp8",
@@ -50,7 +49,6 @@ __all__ = [
     "simple_attention",
     "skinny_linear",
     "softcap",
-    "step_workspace",
     "token_logprobs",
     "variant_attention",
 ]

@@ -73,14 +73,16 @@ def decode_step(
     `head(norm(h))`. Keys and values of the tokens are stored in the caches, **in place**, and are seen by their own queries.
 
     Args:
-        model: weights and sizes, constants: they may be read before the kernels ahead in the stream have finished.
+        model: weights and sizes, a `pyllm.ops.step.StepModel`, whose text has their shapes; constants: they may be read before the
+            kernels ahead in the stream have finished.
         ids: int32 `[M]`. slots: int32 `[M]`, `page * P + offset` of each token, negative: stored nowhere.
         kv_lens: int32 `[M]`, keys of each sequence, this token included; 0 for a row without a sequence, whose logits mean nothing.
         page_table: int32 `[M, W]` rows; entries behind a sequence's last page are not read.
         cos_sin, rope_rows: fp32 `[L, R]` and int32 `[M]`, as in `qk_norm_rope_append` (its rows), halves paired.
-        k_caches, v_caches: a list each of `[pages, P, K, D]` per layer, bf16 or e4m3, P a power of two from 16; pages may be strided.
-        workspace: uint8 on the same device, from `step_workspace`: zeroed once, then kept, for one stream at a time.
-        k_scale, v_scale: fp32 `[1]` or `[K]` per layer, dequantisation scales of e4m3 caches; empty for bf16 caches.
+        k_caches, v_caches: a list each of `[pages, P, K, D]` per layer, bf16 or e4m3, P a multiple of 16; pages may be strided, all
+            caches alike.
+        workspace: uint8 on the same device, from `pyllm.ops.step.step_workspace`: zeroed once, then kept, for one stream at a time.
+        k_scale, v_scale: fp32 `[1]` or `[K]` per layer, dequantisation scales of e4m3 caches, of one length; none for bf16.
 
     Returns:
         `[M, V]` bf16, contiguous.
@@ -91,7 +93,8 @@ def decode_step(
 
     Raises:
         ValueError (RuntimeError on CUDA): sizes, dtypes or lists outside the above; D is 64 or 128, H / K at most 8, d and F multiples
-        of 64, d at most 8192, F at most 32768, V a multiple of 8, N at most 128. The values of index tensors are not checked on CUDA.
+        of 64, d at most 8192, F at most 32768 (4 rows: about 19,000), V a multiple of 8, N at most 128, K at most 64. The values of
+        index tensors are not checked on CUDA.
     """
     check(model.act in ACTS, "decode_step", "act", f"is {model.act!r}, expected one of {', '.join(ACTS)}")
     m = model

@@ -16,13 +16,31 @@ ROWS = 4
 HEAD_DIMS, MAX_GROUP, MAX_WIDTH, UNIT = (64, 128), 8, 8192, 64
 MAX_LAYERS, MAX_FFN = 128, 32768
 _OP, _BF16, _E4M3, _I32, _F32 = "decode_step", torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.float32
-_SPLITS = 132  # pieces of a sequence's keys at most: one for each SM of an H200
+_HEADER, _TASKS = 1024, 256  # bytes of counters; pieces of attention of a step
+_RINGS, _SHARED = 73856, 232448  # bytes of shared memory: two stages of each warp's ring, and all that a CTA can have
+
+
+def _up(x: int, to: int = 256) -> int:
+    return -(-x // to) * to
 
 
 def workspace_bytes(rows: int, layers: int, d: int, heads: int, kv_heads: int, head_dim: int, ffn: int) -> int:
-    """Barriers, the rows between the phases of a layer in fp32, and the partial results of attention."""
-    values = 2 * d + (2 * heads + 2 * kv_heads) * head_dim + 2 * ffn
-    return 4096 + 4 * rows * layers * (values + _SPLITS * heads * (head_dim + 2))
+    """Barriers, the partial results of attention, and two sets of the rows that the phases of each layer exchange."""
+    exchanged = _up(2 * ((2 * heads + 2 * kv_heads) * head_dim + 2 * d + ffn), 16)
+    partials = _TASKS * (heads // kv_heads) * (head_dim + 2) * 8
+    return _up(_up(_HEADER + 2 * d) + partials) + 2 * _up(rows * layers * exchanged)
+
+
+def most_rows(d: int, ffn: int, heads: int, kv_heads: int, head_dim: int, fp8: bool) -> int:
+    """Sequences of a step whose x leaves room for the rings of weights in shared memory, at most `ROWS`; 0: not even one."""
+
+    def x_bytes(k: int, item: int) -> int:
+        """Of one row, cut over eight warps: a pitch of an odd multiple of 64 bytes for each of them."""
+        return 8 * (_up(_up(k * item, 512) // 8 // item * 2, 128) + 64)
+
+    one = max(*(x_bytes(k, 1 if fp8 else 2) for k in (d, heads * head_dim, ffn)), x_bytes(d, 2))
+    attend = 8 * (2 * head_dim + 16) + 4 * head_dim + max(32 * (heads // kv_heads) * (head_dim + 2), 40 * head_dim)
+    return max((m for m in range(1, ROWS + 1) if max(m * one, attend) + 512 * m + 512 + _RINGS <= _SHARED), default=0)
 
 
 def size_problem(d: int, ffn: int, vocab: int, heads: int, kv_heads: int, head_dim: int, layers: int) -> tuple[str, str] | None:
@@ -30,6 +48,7 @@ def size_problem(d: int, ffn: int, vocab: int, heads: int, kv_heads: int, head_d
     group = heads // kv_heads if kv_heads >= 1 and heads % kv_heads == 0 else 0
     rules = (
         (head_dim in HEAD_DIMS, "head_dim", f"is {head_dim}, expected one of {', '.join(map(str, HEAD_DIMS))}"),
+        (1 <= kv_heads <= _TASKS // ROWS, "kv_heads", f"is {kv_heads}, expected 1 to {_TASKS // ROWS}"),
         (1 <= group <= MAX_GROUP, "heads", f"is {heads}, expected 1 to {MAX_GROUP} for each of kv_heads={kv_heads}"),
         (d % UNIT == 0 and UNIT <= d <= MAX_WIDTH, "d", f"is {d}, expected a multiple of {UNIT} up to {MAX_WIDTH}"),
         (ffn % UNIT == 0 and UNIT <= ffn <= MAX_FFN, "F", f"is {ffn}, expected a multiple of {UNIT} up to {MAX_FFN}"),
@@ -91,7 +110,7 @@ def _check_cache(name: str, t: Tensor, c: StepCall, dtype: torch.dtype) -> None:
     check(t.dim() == 4, _OP, name, f"has {t.dim()} dimensions, expected 4")
     check_dtype(_OP, name, t, (dtype,))
     p = t.shape[1]
-    check(p >= 16 and p & (p - 1) == 0, _OP, name, f".size(1) is {p}, expected a power of two from 16")
+    check(p >= 16 and p % 16 == 0, _OP, name, f".size(1) is {p}, expected a multiple of 16")
     for i, (letter, want) in enumerate((("K", c.kv_heads), ("D", c.head_dim)), start=2):
         check(t.shape[i] == want, _OP, name, f".size({i}) is {t.shape[i]}, expected {letter}={want}")
     check(t.shape[0] == 0 or t[0].is_contiguous(), _OP, name, "has pages that are not dense")
@@ -131,10 +150,11 @@ def _check_layers(c: StepCall) -> None:
     for i in range(n):
         for name, t in (("k_caches", c.k_caches[i]), ("v_caches", c.v_caches[i])):
             _check_cache(f"{name}[{i}]", t, c, _E4M3 if scaled else _BF16)
-            pages, same = (t.shape[0], t.shape[1]), tuple(c.k_caches[0].shape[:2])
-            check(pages == same, _OP, f"{name}[{i}]", f"has (pages, P) = {pages}, expected {same} like k_caches[0]")
+            like = c.k_caches[0]
+            pages, same = (*t.shape[:2], t.stride(0)), (*like.shape[:2], like.stride(0))
+            check(pages == same, _OP, f"{name}[{i}]", f"has pages, P and stride {pages}, expected {same} like k_caches[0]")
         for name, t in (("k_scale", c.k_scale[i]), ("v_scale", c.v_scale[i])) if scaled else ():
-            _shaped(f"{name}[{i}]", t, (_F32,), K=1 if t.shape == (1,) else c.kv_heads)
+            _shaped(f"{name}[{i}]", t, (_F32,), K=1 if c.k_scale[0].shape == (1,) else c.kv_heads)
 
 
 def check_call(c: StepCall) -> None:
@@ -151,9 +171,12 @@ def check_call(c: StepCall) -> None:
     check(0 <= c.act < len(ACTS), _OP, "act", f"is {c.act}, expected 0 to {len(ACTS) - 1} ({', '.join(ACTS)})")
     check(c.eps >= 0.0, _OP, "eps", f"is {c.eps:g}, expected >= 0")
     _check_layers(c)
+    ffn = c.up[0].shape[0] // 2
+    most = most_rows(d, ffn, c.heads, c.kv_heads, c.head_dim, len(c.qkv_scale) > 0)
+    check(m <= most, _OP, "ids", f".size(0) is {m}, expected at most {most}: more rows of d={d} and F={ffn} leave no room for weights")
     _shaped("cos_sin", c.cos_sin, (_F32,), L=None, R=None)
     r = c.cos_sin.shape[1]
     check(r % 2 == 0 and 2 <= r <= c.head_dim, _OP, "cos_sin", f".size(1) is {r}, expected an even number from 2 to D={c.head_dim}")
     _shaped("workspace", c.workspace, (torch.uint8,), bytes=None)
-    need = workspace_bytes(m, len(c.qkv), d, c.heads, c.kv_heads, c.head_dim, c.up[0].shape[0] // 2)
+    need = workspace_bytes(m, len(c.qkv), d, c.heads, c.kv_heads, c.head_dim, ffn)
     check(c.workspace.shape[0] >= need, _OP, "workspace", f"has {c.workspace.shape[0]} bytes, expected at least {need}")

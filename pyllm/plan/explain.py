@@ -18,11 +18,13 @@ import torch
 from pyllm.layers.attention import Attn
 from pyllm.layers.bind import DTYPES
 from pyllm.layers.decoder import Decoder
-from pyllm.layers.formats import QuantPlan, resolve
+from pyllm.layers.formats import Format, QuantPlan, resolve
 from pyllm.layers.linear import Embedding, Linear, check_plan
 from pyllm.layers.mlp import MLP
 from pyllm.layers.norm import RMSNorm
+from pyllm.layers.recognise import not_served, rows_served
 from pyllm.layers.spec import Spec, join, need_sizes, walk
+from pyllm.ops.step_checks import ROWS
 from pyllm.plan.costs import GPUS, Context, Row, edge_rows, linear_rows, product, rows
 from pyllm.plan.fusions import added_inside, norm_inside, normed_e4m3, norms
 
@@ -35,6 +37,8 @@ class Explanation:
     weight_bytes: int
     kv_bytes_per_token: int
     ctx: Context
+    kernel_rows: int = 0  # decode steps of up to so many sequences are one kernel,
+    not_one_kernel: str | None = None  # or why none is
 
     @property
     def totals(self) -> dict[str, float]:
@@ -50,7 +54,9 @@ class Explanation:
     def json(self) -> str:
         c = self.ctx
         asked = {"batch": c.batch, "context": c.context, "new": c.new, "tp": c.tp, "gpu": asdict(c.gpu)}
-        return json.dumps({"workload": asked, "rows": [asdict(r) for r in self.rows], "totals": self.totals}, indent=1)
+        data = {"workload": asked, "rows": [asdict(r) for r in self.rows], "totals": self.totals}
+        step = {"rows": self.kernel_rows, "reason": self.not_one_kernel}
+        return json.dumps(data | {"one_kernel": step}, indent=1)
 
     def __str__(self) -> str:
         c, t, out = self.ctx, self.totals, []
@@ -65,6 +71,8 @@ class Explanation:
                 out.append(line(r.what, r.shape, r.format, r.op, r.kernel, f"{r.bytes / 1e6:.3f}", f"{r.flops / 1e9:.3f}", floor))
         out.append(f"total: {t['ops']} ops, {t['bytes'] / 1e9:.3f} GB, {t['flops'] / 1e9:.1f} GFLOP, floor {t['floor_us'] / 1e3:.3f} ms")
         out.append(f"weights {self.weight_bytes / 1e9:.3f} GB a rank, KV cache {self.kv_bytes_per_token} bytes a token")
+        few = "one kernel, csrc/step/decode_step" if self.not_one_kernel is None else f"these ops; no one kernel: {self.not_one_kernel}"
+        out.append(f"decode steps of 1 to {self.kernel_rows or ROWS} sequences: {few}")
         return "\n".join(out) + "\n"
 
 
@@ -131,7 +139,15 @@ def explain(
     out += _head_rows(spec, last)
     weights = sum(_stored(s, p, ctx) for p, s in walk(spec))
     kv = sum(2 * max(s.kv_heads // tp, 1) * s.head_dim * ctx.kv_item for s in spec.kv_slots().values())
-    return Explanation(tuple(out), weights, kv, ctx)
+    return Explanation(tuple(out), weights, kv, ctx, *_one_kernel(spec, ctx, dtype, kv_dtype or dtype))
+
+
+def _one_kernel(spec: Decoder, ctx: Context, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[int, str | None]:
+    def formats(path: str, linear: Linear) -> Format:
+        return resolve(linear.names(path), ctx.quant)
+
+    reason = not_served(spec, formats, dtype=dtype, kv_dtype=kv_dtype, tp=ctx.tp) if ctx.fuse else "fuse is False"
+    return (0, reason) if reason else (rows_served(spec, formats), None)
 
 
 def _position_rows(table: Embedding, ctx: Context) -> Iterator[Row]:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from pyllm.api.dummy import SHAPES, DummyWeights
 from pyllm.layers import Bound, Decoder, Fp8, bind
-from pyllm.layers.one_kernel import step_model
+from pyllm.layers.one_kernel import alike, step_model
 from pyllm.models import spec_from_config
-from pyllm.ops import StepModel
+from pyllm.ops.step import StepModel
 from pyllm.runtime.batch import Batch, KvCache
 from tests.models.paged import Paged
 from tests.support.generate import normal, poison
@@ -95,9 +95,8 @@ def arguments(spec: Decoder, batch: Batch, model: StepModel, workspace: Tensor) 
     return {
         "model": model, "ids": batch.ids, "slots": batch.slots, "kv_lens": batch.kv_lens, "page_table": batch.page_table,
         "cos_sin": cos_sin, "rope_rows": rows, "k_caches": [c.k for c in caches], "v_caches": [c.v for c in caches],
-        "workspace": workspace, "k_scale": [c.k_scale for c in caches if c.k_scale is not None],
-        "v_scale": [c.v_scale for c in caches if c.v_scale is not None],
-    }  # fmt: skip
+        "workspace": workspace,
+    } | dict(zip(("k_scale", "v_scale"), alike([c.k_scale for c in caches], [c.v_scale for c in caches]), strict=True))  # fmt: skip
 
 
 __all__ = ["BF16", "E4M3", "FORMATS", "MODELS", "arguments", "bound", "copied", "declare", "decode_batch", "shape", "step_model"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pyllm import ops
+from pyllm.ops.step import step_workspace
 from tests.step.cases import BF16, FORMATS, MODELS, arguments, bound, copied, declare, decode_batch, step_model
 from tests.support.compare import assert_same
 
@@ -20,7 +21,7 @@ def made(name: str = "llama", formats: str = "bf16", lens: list[int] | None = No
     module = bound(spec, formats)
     batch = decode_batch(spec, lens or LENS[2], FORMATS[formats][1])
     model = step_model(module)
-    return module, batch, arguments(spec, batch, model, ops.step_workspace(model, 4))
+    return module, batch, arguments(spec, batch, model, step_workspace(model, 4))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -85,8 +86,8 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "cos_sin": ("cos_sin", lambda t: t[:, :3].contiguous(), r"cos_sin \.size\(1\) is 3, expected an even number from 2 to D=64"),
     "caches": ("k_caches", lambda t: t[:2], "k_caches has 2 tensors, expected 3"),
     "cache": ("v_caches", lambda t: [*t[:2], t[2].half()], r"v_caches\[2\] is float16, expected bfloat16"),
-    "page": ("k_caches", lambda t: [t[0][:, :48], *t[1:]], r"k_caches\[0\] \.size\(1\) is 48, expected a power of two from 16"),
-    "pages": ("v_caches", lambda t: [t[0][1:], *t[1:]], r"v_caches\[0\] has \(pages, P\) = .*, expected .* like k_caches\[0\]"),
+    "page": ("k_caches", lambda t: [t[0][:, :24], *t[1:]], r"k_caches\[0\] \.size\(1\) is 24, expected a multiple of 16"),
+    "pages": ("v_caches", lambda t: [t[0][1:], *t[1:]], r"v_caches\[0\] has pages, P and stride .*, expected .* like k_caches\[0\]"),
     "scale": ("k_scale", lambda t: [torch.ones(1)], "k_scale has 1 tensors, expected 3"),
     "workspace": ("workspace", lambda t: t[:100], "workspace has 100 bytes, expected at least"),
 }
