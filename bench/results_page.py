@@ -98,10 +98,13 @@ def _engines(found: list[dict[str, Any]]) -> list[str]:
         "engine and model, one after the other on the same GPU. The prefix row is the mean time to the first token without reuse over that "
         "with it."
     )
-    where = ["| work | steps | ms a step | host's work a step, ms |", "|---|---|---|---|"]
+    heads = ["work", "steps", "ms a step", "host's work a step, ms", "of a step without prompts"]
+    where = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for r in found:
         if r.get("steps"):
-            where.append(f"| {r['row']} | {r['steps']:,} | {r['seconds'] * 1e3 / r['steps']:.2f} | {r['host_ms_per_step']:.2f} |")
+            decode = f"{r['host_ms_per_decode_step']:.2f}" if r.get("decode_steps") else "not measured"
+            each = f"{r['steps']:,} | {r['seconds'] * 1e3 / r['steps']:.2f} | {r['host_ms_per_step']:.2f} | {decode}"
+            where.append(f"| {r['row']} | {each} |")
     return ["## Whole engines", "", f"* {about}", "", text, "", *serving.table(found), "", *where, ""]
 
 

@@ -46,9 +46,11 @@ def test_the_table_shows_both_engines_and_their_ratio() -> None:
 
 
 def test_the_page_has_a_section_where_engines_were_measured() -> None:
-    text = results_page.page([], [record(steps=10, seconds=0.1, host_ms_per_step=0.25)])
+    new = record(row="new", steps=10, seconds=0.2, host_ms_per_step=0.5, decode_steps=8, host_ms_per_decode_step=0.125)
+    text = results_page.page([], [record(steps=10, seconds=0.1, host_ms_per_step=0.25), new])
     assert "## Whole engines" in text
-    assert "| 8B FP8, 256 | 10 | 10.00 | 0.25 |" in text
+    assert "| 8B FP8, 256 | 10 | 10.00 | 0.25 | not measured |" in text
+    assert "| new | 10 | 20.00 | 0.50 | 0.12 |" in text
     assert "## Whole engines" not in results_page.page([])
 
 
