@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -161,10 +161,8 @@ def new_request(prompt_token_ids: Iterable[int], params: SamplingParams | None, 
     bias = [t for t, _ in params.logit_bias]
     lists = {"the prompt": prompt, "stop_token_ids": params.stop_token_ids, "bad_token_ids": params.bad_token_ids, "logit_bias": bias}
     for name, ids in lists.items():
-        bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, (int, np.integer)) or not 0 <= i < vocab]
-        if bad:
-            raise ValueError(f"submit: {name} holds {bad[0]!r}, expected token ids from 0 to {vocab - 1}")
-    request = Request(-1, [int(i) for i in prompt], params)
+        _check_ids(name, ids, vocab)
+    request = Request(-1, prompt if set(map(type, prompt)) == {int} else [int(i) for i in prompt], params)
     request.logprobs = None if params.logprobs is None else []
     request.prompt_logprobs = None if params.prompt_logprobs is None else [None] * len(prompt)
     request.tokens = np.zeros(min(len(prompt) + params.max_tokens, limit), np.int32)
@@ -172,6 +170,14 @@ def new_request(prompt_token_ids: Iterable[int], params: SamplingParams | None, 
     request.limit = len(request.tokens) - len(prompt)
     request.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
     return request
+
+
+def _check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab):
+        return  # all at once: hundreds of prompts may come together, and the GPU waits for the first step
+    bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, (int, np.integer)) or not 0 <= i < vocab]
+    if bad:
+        raise ValueError(f"submit: {name} holds {bad[0]!r}, expected token ids from 0 to {vocab - 1}")
 
 
 def check_order(priority: object, salt: object) -> None:
