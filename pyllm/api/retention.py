@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyllm.api.refuse import Checked
-from pyllm.runtime.pool import PRIORITY, TOP_PRIORITY
+from pyllm.twins.pool import PRIORITY, TOP_PRIORITY
 
 _FOREVER = "a page keeps its priority until it is given away"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pyllm.runtime.pack import StepPacker
-    from pyllm.runtime.pool import BlockPool
+    from pyllm.twins.pack import StepPacker
+    from pyllm.twins.pool import BlockPool
 
     NATIVE: bool
 else:
@@ -15,8 +15,8 @@ else:
 
         NATIVE = True
     except ModuleNotFoundError:
-        from pyllm.runtime.pack import StepPacker
-        from pyllm.runtime.pool import BlockPool
+        from pyllm.twins.pack import StepPacker
+        from pyllm.twins.pool import BlockPool
 
         NATIVE = False
 

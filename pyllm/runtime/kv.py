@@ -1,6 +1,6 @@
 """The paged KV pool: for each KV slot of a model, pages of keys and values.
 
-Letters: P page size, K KV heads, D head dim. Page 0 is the dummy page (see pool.py): it exists in the tensors and belongs to nobody.
+Letters: P page size, K KV heads, D head dim. Page 0 is the dummy page (see `BlockPool`): it exists in the tensors and belongs to nobody.
 The pages start uninitialised: every op reads only the first kv_len keys of a sequence.
 """
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pyllm.runtime.pool import KEY_BYTES
+from pyllm.twins.pool import KEY_BYTES
 
 if TYPE_CHECKING:
     from pyllm.runtime.host import BlockPool

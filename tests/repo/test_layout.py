@@ -62,6 +62,13 @@ def test_files_are_short() -> None:
     assert not long, "\n".join(long)
 
 
+def test_the_executor_can_be_read_in_an_hour() -> None:
+    """What a user holds, plans, measurements and the Python twins of csrc/runtime are other folders (docs/design.md)."""
+    lines = {name(path): path.read_text(encoding="utf-8").count("\n") for path in files("*.py", under="pyllm/runtime")}
+    assert len(lines) > 10
+    assert sum(lines.values()) <= 2500, f"pyllm/runtime has {sum(lines.values())} lines, at most 2500: {lines}"
+
+
 def test_functions_are_short() -> None:
     long = []
     for path in files("*.py"):

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyllm.api.params import SamplingParams
-from pyllm.runtime import pack, pool
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.graph import graph_sizes, mixed_shapes, wasteful
+from pyllm.twins import pack, pool
 from tests.runtime.fake import EOS, NAN_TOKEN, VOCAB, FakeModel, FakeSpec, expected, hashed
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -344,7 +344,7 @@ def test_the_python_twins_serve_the_engine(monkeypatch) -> None:
 def test_the_twins_are_chosen_where_the_native_module_is_missing() -> None:
     code = "import sys; sys.modules['pyllm._runtime'] = None; from pyllm.runtime import host; print(host.NATIVE, host.BlockPool.__module__)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.split() == ["False", "pyllm.runtime.pool"]
+    assert out.split() == ["False", "pyllm.twins.pool"]
 
 
 def test_graph_sizes_pad_by_little() -> None:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyllm.runtime import host, pack
+from pyllm.runtime import host
+from pyllm.twins import pack
 
 TWINS = [pytest.param(pack.StepPacker, id="python")]
 if host.NATIVE:

@@ -11,9 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pyllm.runtime import host, pool
+from pyllm.runtime import host
 from pyllm.runtime.keys import extend_keys, root_key
-from pyllm.runtime.pool import KEY_BYTES
+from pyllm.twins import pool
+from pyllm.twins.pool import KEY_BYTES
 
 TWINS = [pytest.param(pool.BlockPool, id="python")]
 if host.NATIVE:

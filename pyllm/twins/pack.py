@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pyllm.runtime.pool import MAX_INT, require_ints
+from pyllm.twins.pool import MAX_INT, require_ints
 
 Ints = NDArray[np.int32]
 
