@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from pyllm.api.dummy import SHAPES, DummyWeights
 from pyllm.layers import Bound, Decoder, Fp8, bind
-from pyllm.layers.one_kernel import alike, step_model
+from pyllm.layers.one_kernel import alike
 from pyllm.models import spec_from_config
+from pyllm.ops.fused import ACTS, activation
+from pyllm.ops.rope import rotate
 from pyllm.ops.step import StepModel
 from pyllm.runtime.batch import Batch, KvCache
 from tests.models.paged import Paged
@@ -51,8 +54,19 @@ def shape(name: str, **changes: Any) -> Decoder:
     return spec_from_config(SHAPES[name] | changes)
 
 
+class Weights(DummyWeights):
+    """Random vectors too (norms about 1, biases), so that none of them can be left out."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        t = super().__getitem__(name)
+        if t.dim() > 1:
+            return t
+        near = 0.0 if name.endswith("bias") else 1.0
+        return (near + normal(len(t), scale=0.2, seed=zlib.crc32(name.encode()))).to(t.device)
+
+
 def bound(spec: Decoder, formats: str = "bf16", device: str = "cpu", fuse: bool = True) -> Bound:
-    return bind(spec, DummyWeights(spec, device, BF16), quant=FORMATS[formats][0], device=device, dtype=BF16, fuse=fuse)
+    return bind(spec, Weights(spec, device, BF16), quant=FORMATS[formats][0], device=device, dtype=BF16, fuse=fuse)
 
 
 def decode_batch(spec: Decoder, lens: list[int], kv_dtype: torch.dtype, *, page: int = 64, device: str = "cpu", seed: int = 0) -> Batch:
@@ -99,4 +113,57 @@ def arguments(spec: Decoder, batch: Batch, model: StepModel, workspace: Tensor) 
     } | dict(zip(("k_scale", "v_scale"), alike([c.k_scale for c in caches], [c.v_scale for c in caches]), strict=True))  # fmt: skip
 
 
-__all__ = ["BF16", "E4M3", "FORMATS", "MODELS", "arguments", "bound", "copied", "declare", "decode_batch", "shape", "step_model"]
+def exact(given: dict[str, Any]) -> Tensor:
+    """`decode_step` in fp64 without a rounding, of the same weights, caches and tokens; the caches stay as they are."""
+    m: StepModel = given["model"]
+
+    def weight(name: str, i: int) -> Tensor:
+        w, scale = getattr(m, name)[i].double(), getattr(m, f"{name}_scale")
+        return w * scale[i].double()[:, None] if scale else w
+
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + m.eps) * w.double()
+
+    h = m.embed[given["ids"].long()].double()
+    for i in range(len(m.qkv)):
+        qkv = norm(h, m.attn_norm[i]) @ weight("qkv", i).T + (m.qkv_bias[i].double() if m.qkv_bias else 0.0)
+        q, k, v = qkv.unflatten(1, (-1, m.head_dim)).split([m.heads, m.kv_heads, m.kv_heads], 1)
+        q, k = (norm(q, m.q_norm[i]), norm(k, m.k_norm[i])) if m.q_norm else (q, k)
+        q, k = (rotate(t, given["cos_sin"], given["rope_rows"], False) for t in (q, k))
+        h = h + torch.stack([_attend(given, i, row, q[row], k[row], v[row]) for row in range(len(h))]) @ weight("o", i).T
+        gate, up = (norm(h, m.mlp_norm[i]) @ weight("up", i).T).chunk(2, -1)
+        h = h + (activation(gate, ACTS[m.act]) * up) @ weight("down", i).T
+    return norm(h, m.norm) @ m.head.double().T
+
+
+def assert_near(got: Tensor, want: Tensor, layers: int, formats: str) -> None:
+    """Logits of a step against `exact`, row by row.
+
+    Nine tensors of a layer are rounded to bf16, each element by 2^-8 of itself at most, and the logits; the inputs of four products to
+    e4m3 with e4m3 weights, by 2^-4, and so are keys and values of an e4m3 cache. What is added to the residual stream has about the
+    stream's size here, so a row is off by the sum of all these times its largest logit, if all roundings point one way; the mean square
+    adds as if they were independent.
+    """
+    coarse = 4 * (FORMATS[formats][0] != ()) + 2 * (FORMATS[formats][1] == E4M3)
+    most, square = ((9 * layers + 1) * u(8) + layers * coarse * u(4) for u in (lambda n: 2.0**-n, lambda n: 4.0**-n))
+    error = (got.double() - want).abs()
+    assert (error.amax(-1) <= most * want.abs().amax(-1)).all(), (error.amax(-1) / want.abs().amax(-1)).tolist()
+    mean = error.square().mean(-1) / want.square().mean(-1)
+    assert (mean <= square).all(), f"mean square error of rows {mean.tolist()}, at most {square}"
+
+
+def _attend(given: dict[str, Any], i: int, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One row's attention `[H * D]` over its cached keys and its own."""
+    m, n = given["model"], int(given["kv_lens"][row])
+    if n == 0:
+        return torch.zeros_like(q).flatten()
+    page = given["k_caches"][i].shape[1]
+    own = []
+    for name, new in (("k", k), ("v", v)):
+        pages = given[f"{name}_caches"][i][given["page_table"][row, : -(-n // page)].long()]
+        t = pages.flatten(0, 1)[: n - 1].double()
+        if given[f"{name}_scale"]:
+            t = t * given[f"{name}_scale"][i].double()[:, None]
+        own.append(torch.cat([t, new[None]]).repeat_interleave(m.heads // m.kv_heads, 1))
+    p = torch.softmax(m.softmax_scale * torch.einsum("hd,nhd->hn", q, own[0]), -1)
+    return torch.einsum("hn,nhd->hd", p, own[1]).flatten()

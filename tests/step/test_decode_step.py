@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from pyllm import ops
+from pyllm.layers.one_kernel import step_model
 from pyllm.ops.step import step_workspace
-from tests.step.cases import BF16, FORMATS, MODELS, arguments, bound, copied, declare, decode_batch, step_model
+from tests.step.cases import BF16, FORMATS, MODELS, arguments, assert_near, bound, copied, declare, decode_batch, exact
 from tests.support.compare import assert_same
 
 LENS = {1: [70], 2: [64, 1], 3: [65, 33, 1], 4: [1, 128, 63, 200]}
@@ -45,6 +46,14 @@ def test_the_reference_is_the_chain_in_every_format(name: str, formats: str) -> 
     assert_same(ops.decode_step(**given), module(other), "logits")
     for slot, cache in batch.caches.items():
         assert_same(cache.k, other.caches[slot].k, f"k_caches[{slot}]")
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
+def test_against_fp64(name: str, formats: str) -> None:
+    _, _, given = made(name, formats, LENS[4])
+    want = exact(given)
+    assert_near(ops.decode_step(**given), want, len(given["model"].qkv), formats)
 
 
 def test_a_row_without_a_sequence_stores_nothing_and_changes_no_other_row() -> None:
