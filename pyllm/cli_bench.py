@@ -35,6 +35,10 @@ Policy = Annotated[str, typer.Option(help="GUARANTEED_NO_EVICT or MAX_UTILIZATIO
 Draft = Annotated[str | None, typer.Option(help="ngram, or a second model: guess tokens, and verify them in one step.")]
 DraftLen = Annotated[int, typer.Option(help="Guesses in a step.")]
 Deterministic = Annotated[bool, typer.Option(help="The same bits for a request in any company.")]
+OneKernel = Annotated[
+    bool | None,
+    typer.Option("--one-kernel/--no-one-kernel", help="Decode steps of up to 4 requests as one kernel. Default: where it is faster."),
+]
 ReportJson = Annotated[Path | None, typer.Option(help="Write the report here.")]
 Against = Annotated[list[str] | None, typer.Option(help="hf or vllm: run the same requests there, and print the ratio.")]
 Seed = Annotated[int, typer.Option(help="Of the random prompts.")]
@@ -63,6 +67,7 @@ def throughput(
     draft: Draft = None,
     draft_len: DraftLen = 4,
     deterministic: Deterministic = False,
+    one_kernel: OneKernel = None,
     report_json: ReportJson = None,
     against: Against = None,
     seed: Seed = 0,
@@ -91,6 +96,7 @@ def latency(
     draft: Draft = None,
     draft_len: DraftLen = 4,
     deterministic: Deterministic = False,
+    one_kernel: OneKernel = None,
     report_json: ReportJson = None,
     against: Against = None,
     seed: Seed = 0,
@@ -174,6 +180,7 @@ def _bench(o: dict[str, Any], concurrencies: list[int], default_count: int) -> N
         scheduler_config=SchedulerConfig(capacity_scheduler_policy=o["scheduler_policy"]),
         speculative_config=_speculative(o),
         deterministic=o["deterministic"],
+        one_kernel=o["one_kernel"],
     )
     reports = []
     with llm:

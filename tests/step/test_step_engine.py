@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import pyllm.layers.one_kernel as one
 from pyllm import LLM, DraftTargetDecodingConfig, KvCacheConfig, NGramDecodingConfig, SamplingParams
 from pyllm.api.dummy import DummyWeights
+from pyllm.cli import app
 from pyllm.layers.one_kernel import in_one_kernel
 from pyllm.runtime.engine import Engine
+from tests.runtime.tiny import save_tiny
 from tests.step.cases import BF16, FORMATS, bound, declare
 
 HOW: dict[str, dict[str, Any]] = {
@@ -112,3 +116,12 @@ def test_pairs_that_do_not_go_together() -> None:
         with pytest.raises(ValueError, match=rf"^one_kernel is True, but .*{reason}"):
             make(one_kernel=True, **options)
         make(one_kernel=None, **options).shutdown()
+
+
+def test_the_option_of_the_bench(tmp_path: Path) -> None:
+    """Asked for where it is not served: one line that says why, and no measurement."""
+    args = ["bench", "latency", str(save_tiny(tmp_path)), "--num-requests", "1", "--input-len", "3", "--output-len", "2", "--device", "cpu"]
+    refused = CliRunner().invoke(app, [*args, "--one-kernel"])
+    assert refused.exit_code == 2
+    assert "one_kernel is True, but the model is float32 with a cache of float32" in refused.stderr
+    assert CliRunner().invoke(app, [*args, "--no-one-kernel"]).exit_code == 0
