@@ -6,13 +6,14 @@ alone.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from pyllm.api.params import SamplingParams
+from pyllm import LLM, KvCacheConfig, KvCacheRetentionConfig, NGramDecodingConfig, SamplingParams, SchedulerConfig
 from pyllm.layers import bind
 from pyllm.load import open_checkpoint
 from pyllm.load.demo import demo_model_path
@@ -70,6 +71,78 @@ def test_greedy_tokens_equal_transformers(checkpoint: Any, greedy: list[list[int
     for prompt, request, want in zip(PROMPTS, requests, greedy, strict=True):
         assert list(request.token_ids) == want, prompt
     assert greedy[0][:5] == [7042, 30, 198, 198, 504]  # " Paris.\n\nThe", as published for these weights
+
+
+FEATURES: dict[str, tuple[Any, Any]] = {
+    "overlap": (True, False),
+    "policy": ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION"),
+    "reuse": (True, False),
+    "partial": (True, False),
+    "host": (0, 1 << 22),
+    "events": (0, 100),
+    "page": (16, 64),
+    "room": (96, 1024),  # tokens in the pool: the first makes requests wait, or give way
+    "chunk": (20, 512),
+    "batch": (2, 4),
+    "deterministic": (False, True),
+    "guess": (None, NGramDecodingConfig(max_draft_len=3, max_matching_ngram_size=1)),
+    "stream": (False, True),
+    "keep": (None, KvCacheRetentionConfig([KvCacheRetentionConfig.TokenRangeRetentionConfig(0, None, 90)], 0)),
+}
+REFUSED = (  # by LLM, each in a sentence
+    {"deterministic": True, "policy": "MAX_UTILIZATION"},
+    {"reuse": False, "keep": FEATURES["keep"][1]},
+    {"deterministic": True, "page": 64, "chunk": 20},
+)
+
+
+def covering() -> list[dict[str, Any]]:
+    """Few choices of all features that hold each pair of values which is not refused: greedily, the choice of most new pairs next."""
+
+    def allowed(row: dict[str, int]) -> bool:
+        values = {name: FEATURES[name][i] for name, i in row.items()}
+        return not any(all(name in values and values[name] == v for name, v in r.items()) for r in REFUSED)
+
+    pairs = [{a: i, b: j} for a, b in itertools.combinations(FEATURES, 2) for i in (0, 1) for j in (0, 1)]
+    missing, rows = [p for p in pairs if allowed(p)], []
+    while missing:
+        row = dict(missing[0])
+        for name in FEATURES:
+            if name not in row:
+                choices = [c for i in (0, 1) if allowed(c := row | {name: i})]
+                row = max(choices, key=lambda c: sum(p.items() <= c.items() for p in missing))
+        rows.append({name: both[row[name]] for name, both in FEATURES.items()})
+        missing = [p for p in missing if not p.items() <= row.items()]
+    return rows
+
+
+@pytest.mark.parametrize("on", covering(), ids=lambda on: "-".join(n for n, v in on.items() if v != FEATURES[n][0]) or "plain")
+def test_through_llm_with_every_pair_of_features(checkpoint: Any, greedy: list[list[int]], on: dict[str, Any]) -> None:
+    """Twice: the prompts, then the prompts with the first tokens of their answers, whose pages may be there already."""
+    policy = SchedulerConfig(capacity_scheduler_policy=on["policy"])
+    cache = KvCacheConfig(
+        enable_block_reuse=on["reuse"], enable_partial_reuse=on["partial"], host_cache_size=on["host"], event_buffer_max_size=on["events"],
+        max_tokens=on["room"], tokens_per_block=on["page"],
+    )  # fmt: skip
+    llm = LLM(
+        spec_from_config(checkpoint.config), checkpoint.tokenizer, weights=checkpoint.tensors, device="cpu", dtype="fp32",
+        max_batch_size=on["batch"], max_num_tokens=on["chunk"], kv_cache_config=cache, scheduler_config=policy,
+        speculative_config=on["guess"], deterministic=on["deterministic"], disable_overlap_scheduler=not on["overlap"], progress=False,
+    )  # fmt: skip
+    with llm:
+        for known, new in ((0, 12), (12, 4)):
+            prompts = [checkpoint.tokenizer.encode(p) + want[:known] for p, want in zip(PROMPTS, greedy, strict=True)][:3]
+            params = SamplingParams(max_tokens=new, ignore_eos=True)
+            handles = [llm.generate_async(p, params, on["stream"], kv_cache_retention_config=on["keep"]) for p in prompts]
+            for handle, want in zip(handles, greedy, strict=False):
+                if on["stream"]:
+                    got = [token for look in handle for token in look.outputs[0].token_ids_diff]
+                else:
+                    got = handle.result().outputs[0].token_ids
+                assert got == want[known : known + new]
+        stats = llm.get_stats()
+    assert stats["used_pages"] == 0
+    assert on["guess"] is None or stats["drafted_tokens"] > 0
 
 
 def forced(checkpoint: Any, texts: list[Tensor], device: str, dtype: torch.dtype, first: int) -> Tensor:
