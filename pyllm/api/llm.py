@@ -45,7 +45,7 @@ class LLM:
     skip_tokenizer_init: token ids in and out. load_format: "auto", or "dummy": random weights for the directory's config.json.
     quant: "fp8" quantizes all products but the head and routers as they are loaded; or pairs (glob, Format) as in `pyllm.layers.bind`.
     device: None takes the GPU where pyllm's kernels run, else the CPU. dtype: "auto", "fp32", "bf16" or "fp16".
-    max_batch_size: requests in a step. max_num_tokens: prompt tokens in a step (None: 8192 on a GPU, 512 on a CPU).
+    max_batch_size: requests in a step. max_num_tokens: tokens in a step with prompts (None: 8192 on a GPU, 512 on a CPU).
     max_seq_len: tokens of a request, prompt and output.
     deterministic: the same prompt, parameters and seed give the same tokens bit for bit, whatever else is in the batch; slower.
     one_kernel: decode steps of up to 4 requests as one kernel (`pyllm.ops.decode_step`): None where the model is served and that is
