@@ -10,6 +10,7 @@ import torch
 
 from pyllm.plan.pages import cache_bytes, count_pages, show_bytes, window_needs
 from pyllm.runtime.batch import Batch
+from pyllm.runtime.graph import MAX_SIZE
 from pyllm.runtime.kv import KvPool
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def memory_plan(
     widest = max((i.shape[-2] for i in plan(spec) if len(i.shape) >= 2 and i.shape[-2] != spec.vocab_size), default=0)
     step = tokens + max_batch
     activations = step * (widest + widest // 2 + 3 * spec.embed.d) * dtype.itemsize + max_batch * spec.vocab_size * (dtype.itemsize + 4)
+    activations *= 1 + (tokens > MAX_SIZE)  # the graph of a full step has memory of its own, beside what steps without one use
     weights = weight_bytes(spec, dtype, quant)
     room = int(max(total - weights - activations - OVERHEAD, 0) * fraction)
     slots = spec.kv_slots()

@@ -134,7 +134,7 @@ def test_the_memory_plan_adds_up() -> None:
     page = 64 * made.kv_token
     assert (made.kv, made.windows, made.enough) == (room // page * page, 0, False)  # whole pages of 64 tokens, and one is the dummy page
     assert made.tokens == made.kv // made.kv_token - 64
-    assert math.isclose(made.activations, 1.1e9, rel_tol=0.5)
+    assert math.isclose(made.activations, 2 * 1.1e9, rel_tol=0.5)  # in a graph and without one
 
 
 def test_fp8_halves_the_weights_and_runs(folder) -> None:
