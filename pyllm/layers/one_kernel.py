@@ -10,7 +10,7 @@ from torch import Tensor
 from pyllm import _native
 from pyllm.layers.bind import Bound
 from pyllm.layers.linear import Linear
-from pyllm.layers.recognise import Formats, not_served, rows_served
+from pyllm.layers.recognise import not_served, rows_served
 from pyllm.ops.registry import OPS
 from pyllm.ops.step import StepModel, decode_step, step_workspace
 from pyllm.ops.step_checks import ROWS
@@ -29,15 +29,8 @@ def bound_not_served(module: Any, kv_dtype: torch.dtype) -> str | None:
         return f"{hooked.path or 'the model'} has forward hooks, which one kernel would not call"
     embed: Any = getattr(module, "embed", None)
     dtype = torch.bfloat16 if embed is None else embed.weight.dtype
-    return not_served(module.spec, bound_formats(module), dtype=dtype, kv_dtype=kv_dtype, tp=module.tp)
-
-
-def bound_formats(module: Bound) -> Formats:
-    found: dict[tuple[str, ...], Any] = {}
-    for m in module.modules():
-        if isinstance(m, Bound) and isinstance(m.spec, Linear):
-            found[tuple(m.spec.names(m.path))] = m.format
-    return lambda path, linear: found[tuple(linear.names(path))]
+    found: dict[tuple[str, ...], Any] = {tuple(m.spec.names(m.path)): m.format for m in nodes if isinstance(m.spec, Linear)}
+    return not_served(module.spec, lambda path, linear: found[tuple(linear.names(path))], dtype=dtype, kv_dtype=kv_dtype, tp=module.tp)
 
 
 def fast_rows(device: torch.device) -> int:
@@ -61,7 +54,7 @@ def in_one_kernel(module: Any, asked: bool | None, kv_dtype: torch.dtype) -> Any
         raise ValueError(f"one_kernel is True, but {reason}")
     if reason:
         return module
-    rows = min(rows_served(module.spec, bound_formats(module)), ROWS if asked else fast_rows(module.embed.weight.device))
+    rows = min(rows_served(module.spec), ROWS if asked else fast_rows(module.embed.weight.device))
     return OneKernel(module, rows) if rows else module
 
 
@@ -92,11 +85,11 @@ def step_model(module: Any) -> StepModel:
     )  # fmt: skip
 
 
-def alike(*each: list[Tensor | None]) -> list[list[Tensor]]:
-    """The scales of each list that are there, all of one length: the KV heads', where one of them has that."""
-    given = [[s for s in some if s is not None] for some in each]
-    longest = max((len(s) for some in given for s in some), default=1)
-    return [[s if len(s) == longest else s.expand(longest).contiguous() for s in some] for some in given]
+def alike(scales: list[Tensor | None]) -> list[Tensor]:
+    """Those that are there, all of one length: the KV heads', where one of them has that."""
+    given = [s for s in scales if s is not None]
+    longest = max((len(s) for s in given), default=1)
+    return [s if len(s) == longest else s.expand(longest).contiguous() for s in given]
 
 
 class OneKernel:
@@ -114,7 +107,7 @@ class OneKernel:
         if not 1 <= n <= self._rows or b.max_q != 1 or len(b.kv_lens) != n or b.logit_rows is not None:
             return self._module(b)
         caches = [b.caches[slot] for slot in self._slots]
-        scales = alike([c.k_scale for c in caches], [c.v_scale for c in caches])
+        scales = alike([c.k_scale for c in caches]), alike([c.v_scale for c in caches])
         return decode_step(
             self._model, b.ids, b.slots, b.kv_lens, b.page_table, *b.rope(self._rope), [c.k for c in caches], [c.v for c in caches],
             self._workspace, *scales,

@@ -34,12 +34,11 @@ def not_served(spec: Spec, formats: Formats, *, dtype: torch.dtype, kv_dtype: to
     return next(_problems(spec, formats), None)
 
 
-def rows_served(spec: Decoder, formats: Formats) -> int:
+def rows_served(spec: Decoder) -> int:
     """Sequences of a step at most, of a declaration that is served."""
     attn, mlp = spec.subs[0].body, spec.subs[1].body
     assert isinstance(attn, Attn) and isinstance(mlp, MLP)
-    path, linear = next((path, s) for path, s in walk(spec) if isinstance(s, Linear) and s is not spec.head)
-    return most_rows(spec.embed.d, mlp.ff, attn.heads, attn.kv_heads, attn.head_dim, type(formats(path, linear)) is Fp8)
+    return most_rows(spec.embed.d, mlp.ff, attn.heads, attn.kv_heads, attn.head_dim)
 
 
 def _problems(spec: Spec, formats: Formats) -> Iterator[str]:

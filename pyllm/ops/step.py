@@ -82,7 +82,7 @@ def decode_step(
         k_caches, v_caches: a list each of `[pages, P, K, D]` per layer, bf16 or e4m3, P a multiple of 16; pages may be strided, all
             caches alike.
         workspace: uint8 on the same device, from `pyllm.ops.step.step_workspace`: zeroed once, then kept, for one stream at a time.
-        k_scale, v_scale: fp32 `[1]` or `[K]` per layer, dequantisation scales of e4m3 caches, of one length; none for bf16.
+        k_scale, v_scale: fp32 `[1]` or `[K]` per layer, dequantisation scales of e4m3 caches; none for bf16.
 
     Returns:
         `[M, V]` bf16, contiguous.
@@ -93,7 +93,7 @@ def decode_step(
 
     Raises:
         ValueError (RuntimeError on CUDA): sizes, dtypes or lists outside the above; D is 64 or 128, H / K at most 8, d and F multiples
-        of 64, d at most 8192, F at most 32768 (4 rows: about 19,000), V a multiple of 8, N at most 128, K at most 64. The values of
+        of 64, d at most 8192, F at most 32768 (4 rows: 20,096), V a multiple of 8, N at most 128, K at most 64. The values of
         index tensors are not checked on CUDA.
     """
     check(model.act in ACTS, "decode_step", "act", f"is {model.act!r}, expected one of {', '.join(ACTS)}")

@@ -17,7 +17,7 @@ HEAD_DIMS, MAX_GROUP, MAX_WIDTH, UNIT = (64, 128), 8, 8192, 64
 MAX_LAYERS, MAX_FFN = 128, 32768
 _OP, _BF16, _E4M3, _I32, _F32 = "decode_step", torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.float32
 _HEADER, _TASKS = 1024, 256  # bytes of counters; pieces of attention of a step
-_RINGS, _SHARED = 73856, 232448  # bytes of shared memory: two stages of each warp's ring, and all that a CTA can have
+_RINGS, _SHARED = 67168, 232448  # bytes of shared memory: counters and two stages of each warp's ring; all that a CTA can have
 
 
 def _up(x: int, to: int = 256) -> int:
@@ -31,16 +31,11 @@ def workspace_bytes(rows: int, layers: int, d: int, heads: int, kv_heads: int, h
     return _up(_up(_HEADER + 2 * d) + partials) + 2 * _up(rows * layers * exchanged)
 
 
-def most_rows(d: int, ffn: int, heads: int, kv_heads: int, head_dim: int, fp8: bool) -> int:
-    """Sequences of a step whose x leaves room for the rings of weights in shared memory, at most `ROWS`; 0: not even one."""
-
-    def x_bytes(k: int, item: int) -> int:
-        """Of one row, cut over eight warps: a pitch of an odd multiple of 64 bytes for each of them."""
-        return 8 * (_up(_up(k * item, 512) // 8 // item * 2, 128) + 64)
-
-    one = max(*(x_bytes(k, 1 if fp8 else 2) for k in (d, heads * head_dim, ffn)), x_bytes(d, 2))
+def most_rows(d: int, ffn: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Sequences of a step whose x leaves room for the rings of weights in shared memory, at most `ROWS`."""
+    x = max(_up(2 * k, 128) + 64 for k in (d, heads * head_dim, ffn))  # of one row: the rows then start in other banks
     attend = 8 * (2 * head_dim + 16) + 4 * head_dim + max(32 * (heads // kv_heads) * (head_dim + 2), 40 * head_dim)
-    return max((m for m in range(1, ROWS + 1) if max(m * one, attend) + 512 * m + 512 + _RINGS <= _SHARED), default=0)
+    return max(m for m in range(1, ROWS + 1) if max(m * x, attend) + 1024 * m + _RINGS <= _SHARED)
 
 
 def size_problem(d: int, ffn: int, vocab: int, heads: int, kv_heads: int, head_dim: int, layers: int) -> tuple[str, str] | None:
@@ -153,8 +148,8 @@ def _check_layers(c: StepCall) -> None:
             like = c.k_caches[0]
             pages, same = (*t.shape[:2], t.stride(0)), (*like.shape[:2], like.stride(0))
             check(pages == same, _OP, f"{name}[{i}]", f"has pages, P and stride {pages}, expected {same} like k_caches[0]")
-        for name, t in (("k_scale", c.k_scale[i]), ("v_scale", c.v_scale[i])) if scaled else ():
-            _shaped(f"{name}[{i}]", t, (_F32,), K=1 if c.k_scale[0].shape == (1,) else c.kv_heads)
+        for name, each in (("k_scale", c.k_scale), ("v_scale", c.v_scale)) if scaled else ():
+            _shaped(f"{name}[{i}]", each[i], (_F32,), K=1 if each[0].shape == (1,) else c.kv_heads)
 
 
 def check_call(c: StepCall) -> None:
@@ -172,7 +167,7 @@ def check_call(c: StepCall) -> None:
     check(c.eps >= 0.0, _OP, "eps", f"is {c.eps:g}, expected >= 0")
     _check_layers(c)
     ffn = c.up[0].shape[0] // 2
-    most = most_rows(d, ffn, c.heads, c.kv_heads, c.head_dim, len(c.qkv_scale) > 0)
+    most = most_rows(d, ffn, c.heads, c.kv_heads, c.head_dim)
     check(m <= most, _OP, "ids", f".size(0) is {m}, expected at most {most}: more rows of d={d} and F={ffn} leave no room for weights")
     _shaped("cos_sin", c.cos_sin, (_F32,), L=None, R=None)
     r = c.cos_sin.shape[1]

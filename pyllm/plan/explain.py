@@ -147,7 +147,7 @@ def _one_kernel(spec: Decoder, ctx: Context, dtype: torch.dtype, kv_dtype: torch
         return resolve(linear.names(path), ctx.quant)
 
     reason = not_served(spec, formats, dtype=dtype, kv_dtype=kv_dtype, tp=ctx.tp) if ctx.fuse else "fuse is False"
-    return (0, reason) if reason else (rows_served(spec, formats), None)
+    return (0, reason) if reason else (rows_served(spec), None)
 
 
 def _position_rows(table: Embedding, ctx: Context) -> Iterator[Row]:

@@ -109,8 +109,8 @@ def arguments(spec: Decoder, batch: Batch, model: StepModel, workspace: Tensor) 
     return {
         "model": model, "ids": batch.ids, "slots": batch.slots, "kv_lens": batch.kv_lens, "page_table": batch.page_table,
         "cos_sin": cos_sin, "rope_rows": rows, "k_caches": [c.k for c in caches], "v_caches": [c.v for c in caches],
-        "workspace": workspace,
-    } | dict(zip(("k_scale", "v_scale"), alike([c.k_scale for c in caches], [c.v_scale for c in caches]), strict=True))  # fmt: skip
+        "workspace": workspace, "k_scale": alike([c.k_scale for c in caches]), "v_scale": alike([c.v_scale for c in caches]),
+    }  # fmt: skip
 
 
 def exact(given: dict[str, Any]) -> Tensor:

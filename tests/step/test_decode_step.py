@@ -11,6 +11,7 @@ import torch
 from pyllm import ops
 from pyllm.layers.one_kernel import step_model
 from pyllm.ops.step import step_workspace
+from pyllm.ops.step_checks import most_rows, workspace_bytes
 from tests.step.cases import BF16, FORMATS, MODELS, arguments, assert_near, bound, copied, declare, decode_batch, exact
 from tests.support.compare import assert_same
 
@@ -112,6 +113,17 @@ MODEL: dict[str, tuple[dict[str, Any], str]] = {
     "norm": ({"norm": torch.ones(128, dtype=BF16)}, "norm is bfloat16, expected float32"),
     "ffn": ({"up": [torch.zeros(60, 128, dtype=BF16)] * 3}, "F is 30, expected a multiple of 64"),
 }
+
+
+def test_sizes_whose_rows_fill_the_shared_memory() -> None:
+    """x takes 2 F bytes a row and a gap; 67,168 bytes are for the weights, 1,024 for a row's sums."""
+    assert [most_rows(4096, ffn, 32, 8, 128) for ffn in (14336, 20096, 20160, 26752, 32768)] == [4, 4, 3, 3, 2]
+
+
+def test_workspaces() -> None:
+    """Llama 3.1 8B, 4 rows: two sets of 2 * (6144 + 4096 + 8192 + 14336) bytes a row and layer, 256 pieces of attention of 4 heads."""
+    rows = 2 * (6144 + 4096 + 8192 + 14336)
+    assert workspace_bytes(4, 32, 4096, 32, 8, 128, 14336) == 9216 + 256 * 4 * 130 * 8 + 2 * 4 * 32 * rows
 
 
 @pytest.mark.parametrize("case", WRONG)
