@@ -17,6 +17,7 @@ from pyllm.ops.step import step_workspace
 from pyllm.runtime.engine import Engine
 from tests.models.paged import Paged
 from tests.step.cases import BF16, FORMATS, MODELS, Weights, arguments, assert_near, bound, copied, declare, decode_batch, exact, shape
+from tests.step.test_decode_step import MODEL, WRONG
 from tests.support.compare import assert_same
 
 pytestmark = pytest.mark.gpu
@@ -144,6 +145,24 @@ def test_engine_tokens_are_what_the_model_says(n: int, overlap: bool) -> None:
         chosen = logits.gather(1, text[len(prompt) :, None]).squeeze(1)
         allowed = 6 * (2 * 19 * 4.0**-8 * logits.square().mean(-1)).sqrt()
         assert (chosen >= logits.amax(-1) - allowed).all(), ((logits.amax(-1) - chosen) / allowed).max().item()
+
+
+@pytest.mark.parametrize("case", [*WRONG, *MODEL])
+def test_bad_arguments_are_errors_on_a_gpu_too(case: str) -> None:
+    _, given = made("llama", "bf16", LENS[2])
+    if case in WRONG:
+        name, change, _ = WRONG[case]
+        given |= {name: to_gpu(change(given[name]))}
+    else:
+        given |= {"model": replace(given["model"], **{n: to_gpu(v) for n, v in MODEL[case][0].items()})}
+    with pytest.raises((RuntimeError, ValueError), match="^decode_step: "):
+        ops.decode_step(**given)
+
+
+def to_gpu(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [to_gpu(v) for v in value]
+    return value.cuda() if isinstance(value, torch.Tensor) else value
 
 
 def test_idle_rows_touch_the_dummy_page_alone() -> None:
