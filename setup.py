@@ -141,6 +141,8 @@ class BuildNative(cpp_extension.BuildExtension):
     """BuildExtension with a report: registers and spills of each kernel go to pyllm/_kernels.json."""
 
     def run(self) -> None:
+        if self.editable_mode:  # objects of an earlier build are taken, as pip's temporary folder has none
+            self.build_temp = str(ROOT / "build" / f"temp.{self.plat_name}-{sys.implementation.cache_tag}")
         # Two builds of one tree would write the same objects.
         (ROOT / "build").mkdir(exist_ok=True)
         with (ROOT / "build" / ".lock").open("w") as lock:
