@@ -16,7 +16,8 @@ from pyllm.runtime.batch import Batch, KvCache
 T, PAGE = 13, 16
 BASE: dict[str, Any] = {
     "vocab_size": 90, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
 }  # fmt: skip
 MODELS: dict[str, tuple[dict[str, Any], bool]] = {
     "llama": ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, True),
