@@ -69,8 +69,10 @@ def case(model: str, experts: tuple[int, int, int, int], T: int, fp8: bool) -> C
         matrix=("fp8" if fp8 else "bf16") if T > MANY else None,
         make=partial(make_fp8 if fp8 else make_bf16, **sizes),
         ours=lambda s: fused_experts(*s[:5], w13_scale=s[5], w2_scale=s[6]) if fp8 else fused_experts(*s),
-        baselines={} if fp8 else {"triton": lambda s: peers.triton(*s), "torch grouped_mm": lambda s: peers.grouped_mm(*s)},
-        goal=Goal() if fp8 else Goal(ratio={"triton": 1.0, "torch grouped_mm": 1.0}),
+        baselines={"vllm": lambda s: peers.cutlass(*s)}
+        if fp8
+        else {"triton": lambda s: peers.triton(*s), "torch grouped_mm": lambda s: peers.grouped_mm(*s)},
+        goal=Goal(ratio={"vllm": 1.0}) if fp8 else Goal(ratio={"triton": 1.0, "torch grouped_mm": 1.0}),
     )
 
 

@@ -1,4 +1,5 @@
-"""What the experts are measured against: torch's grouped product between torch ops, and a Triton grouped GEMM as vLLM runs one.
+"""What the experts are measured against: torch's grouped product between torch ops, a Triton grouped GEMM as vLLM runs one, and, in e4m3,
+vLLM's CUTLASS grouped GEMM between the ops that vLLM puts around it.
 
 The Triton peer is written here, after what vLLM does: pairs padded to blocks of one expert (`moe_align_block_size`), a product
 that gathers rows of x, `silu_and_mul`, a second product that weights its rows, and a sum over the choices; tile sizes are those that vLLM
@@ -8,6 +9,7 @@ some tens of microseconds slower.
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -112,3 +114,75 @@ def triton(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, ids: torch.Tens
             num_stages=stages,
         )
     return moe_sum(out.view(tokens, top_k, n))
+
+
+def cutlass(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2_scale: torch.Tensor,
+) -> torch.Tensor:
+    """vLLM's e4m3 experts: rows quantised, gathered by expert, product, silu * up, quantised, product, and back with their weights."""
+    (tokens, top_k), (experts, rows, n) = ids.shape, w13.shape
+    pairs, inner = tokens * top_k, rows // 2
+    number = {"dtype": torch.int32, "device": x.device}
+    offsets, sizes = torch.empty(experts + 1, **number), [torch.empty(experts, 3, **number) for _ in range(2)]
+    there, back = torch.empty(pairs, **number), torch.empty(pairs, **number)
+    vllm.call(
+        "get_cutlass_moe_mm_data",
+        topk_ids=ids,
+        expert_offsets=offsets,
+        problem_sizes1=sizes[0],
+        problem_sizes2=sizes[1],
+        input_permutation=there,
+        output_permutation=back,
+        num_experts=experts,
+        n=inner,
+        k=n,
+        blockscale_offsets=None,
+        is_gated=True,
+    )
+    product = partial(_grouped, offsets=offsets[:-1].long())
+    given, scale = vllm.fp8_token(x)
+    out = product(given.view(torch.uint8)[there].view(given.dtype), scale[there], w13, w13_scale, sizes=sizes[0], dtype=x.dtype)
+    out = product(*vllm.fp8_token(vllm.silu_and_mul(out)), w2, w2_scale, sizes=sizes[1], dtype=x.dtype)
+    return (out[back].view(tokens, top_k, n) * weights[..., None]).sum(1).to(x.dtype)
+
+
+def _grouped(
+    rows: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *,
+    offsets: torch.Tensor,
+    sizes: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    experts, n, k = weight.shape
+    out = torch.empty(rows.shape[0], n, dtype=dtype, device=rows.device)
+    strides = {"a_strides": _strides(k, experts, rows.device), "b_strides": _strides(k, experts, rows.device)}
+    vllm.call(
+        "cutlass_moe_mm",
+        out_tensors=out,
+        a_tensors=rows,
+        b_tensors=weight,
+        a_scales=scale,
+        b_scales=weight_scale[..., None],
+        expert_offsets=offsets,
+        problem_sizes=sizes,
+        c_strides=_strides(n, experts, rows.device),
+        per_act_token=True,
+        per_out_ch=True,
+        **strides,
+    )
+    return out
+
+
+@cache
+def _strides(value: int, experts: int, device: torch.device) -> torch.Tensor:
+    """Made once, outside of the timed calls."""
+    return torch.full((experts,), value, dtype=torch.int64, device=device)
