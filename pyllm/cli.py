@@ -114,7 +114,7 @@ def _where(llm: Any) -> str:
 
 @app.command()
 def explain(
-    model: Model,
+    model: cli_bench.PlanModel,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
     batch: Annotated[int, typer.Option(help="Sequences in a decode step.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens of context of each sequence.")] = 1024,
@@ -122,11 +122,11 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Print what runs in a decode step: op, kernel, bytes, FLOPs and floor time of each. Reads no weights and needs no GPU."""
-    from pyllm.api.model import open_model_files
+    from pyllm.api.model import model_config
     from pyllm.models import spec_from_config
     from pyllm.plan.explain import explain as explain_spec
 
-    spec = spec_from_config(open_model_files(model).config)
+    spec = spec_from_config(model_config(model))
     report = explain_spec(spec, tp=tp, batch=batch, context=context, gpu=gpu)
     typer.echo(report.json() if as_json else str(report).rstrip())
 

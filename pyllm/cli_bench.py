@@ -15,7 +15,7 @@ Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Directory, .gguf file, or (with --load-format dummy) a shape: llama-3.1-8b ...")
 ]
 PlanModel = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Directory or its config.json alone, .gguf file, or a shape: llama-3.1-8b ...")
+    str, typer.Argument(metavar="MODEL", help="Directory or its config.json alone, .gguf file, demo, or a shape: llama-3.1-8b ...")
 ]
 Dataset = Annotated[Path | None, typer.Option(help="JSON lines with prompt or input_ids, and output_tokens. Default: random token ids.")]
 InputLen = Annotated[int, typer.Option(help="Tokens of each random prompt.")]
@@ -252,8 +252,7 @@ def plan(
     import torch
 
     from pyllm.api.config import CACHE_DTYPES
-    from pyllm.api.dummy import SHAPES
-    from pyllm.api.model import pick_dtype, quant_plan
+    from pyllm.api.model import model_config, pick_dtype, quant_plan
     from pyllm.models import spec_from_config
     from pyllm.plan.memory import memory_plan
     from pyllm.plan.pages import free_bytes
@@ -263,9 +262,7 @@ def plan(
         raise ValueError(f"plan: --memory is {memory}, expected GiB, more than 0")
     if not 0 < free_gpu_memory_fraction <= 1:
         raise ValueError(f"plan: --free-gpu-memory-fraction is {free_gpu_memory_fraction}, expected more than 0, at most 1")
-    path = Path(model)
-    alone = model in SHAPES or path.name == "config.json" or (path / "config.json").is_file()  # the weights need not be there
-    config = _config(model, "dummy" if alone else "auto")
+    config = model_config(model)
     here = torch.cuda.is_available()
     total = math.ceil(memory * 2**30) if memory is not None else free_bytes(torch.device("cuda")) if here else 141 * 10**9
     kind = pick_dtype(None if dtype == "auto" else dtype, torch.device("cuda"), config)

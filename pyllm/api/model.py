@@ -101,6 +101,16 @@ def read_config(model: str | Path) -> dict[str, Any]:
     return read_json_object(path, 4 << 20)
 
 
+def model_config(model: str | Path) -> dict[str, Any]:
+    """What explains and plans a model: a config.json, whose weights need not be there, what a .gguf file says, or a known shape."""
+    from pyllm.api.dummy import SHAPES
+
+    path = Path(model)
+    if str(model) in SHAPES:
+        return SHAPES[str(model)]
+    return read_config(path) if path.name == "config.json" or (path / "config.json").is_file() else open_model_files(model).config
+
+
 def _tokenizer(given: Tokenizer | str | Path) -> Tokenizer:
     from pyllm.load.tokenizer import Tokenizer
 
@@ -141,11 +151,14 @@ def _check_tied(checkpoint: Checkpoint, spec: Decoder) -> None:
 
 def open_model_files(path: str | Path) -> Checkpoint:
     """The checkpoint at a path, or the demo model's for "demo" (a directory of that name is reached as ./demo)."""
+    from pyllm.api.dummy import SHAPES
     from pyllm.load.checkpoint import open_checkpoint
     from pyllm.load.demo import demo_model_path
 
     if not isinstance(path, (str, Path)) or not str(path):
         raise ValueError(f"model is {path!r}, expected a directory, a .gguf file or demo")
+    if str(path) in SHAPES and not Path(path).exists():
+        raise ValueError(f"model is {str(path)!r}, a shape without weights: load_format='dummy' (--load-format dummy) makes random ones")
     return open_checkpoint(demo_model_path() if str(path) == "demo" else path)
 
 

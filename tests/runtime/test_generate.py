@@ -174,6 +174,10 @@ def test_explain_and_env_and_help(folder) -> None:
     assert out.exit_code == 0, out.output
     assert "2 x 1 new tokens, 100 keys each, tp=1" in out.stdout
     assert json.loads(command("explain", folder, "--json").stdout)["totals"]["ops"] > 10
+    assert command("explain", folder / "config.json").stdout == command("explain", folder).stdout  # no weights are asked for
+    assert "lm_head" in command("explain", "llama-3.1-8b").stdout
+    out = command("generate", "llama-3.1-8b", "x")
+    assert (out.exit_code, "a shape without weights: load_format='dummy'" in out.stderr) == (2, True)
     out = command("env")
     assert torch.__version__ in out.stdout
     assert "kernels" in out.stdout
