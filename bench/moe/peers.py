@@ -164,7 +164,7 @@ def _grouped(
 ) -> torch.Tensor:
     experts, n, k = weight.shape
     out = torch.empty(rows.shape[0], n, dtype=dtype, device=rows.device)
-    strides = {"a_strides": _strides(k, experts, rows.device), "b_strides": _strides(k, experts, rows.device)}
+    strides = _strides(k, experts, rows.device)
     vllm.call(
         "cutlass_moe_mm",
         out_tensors=out,
@@ -174,10 +174,11 @@ def _grouped(
         b_scales=weight_scale[..., None],
         expert_offsets=offsets,
         problem_sizes=sizes,
+        a_strides=strides,
+        b_strides=strides,
         c_strides=_strides(n, experts, rows.device),
         per_act_token=True,
         per_out_ch=True,
-        **strides,
     )
     return out
 
