@@ -246,6 +246,7 @@ def plan(
     kv_cache_dtype: KvDtype = "auto",
     max_batch_size: MaxBatch = 256,
     max_num_tokens: MaxTokens = 8192,
+    max_seq_len: Annotated[int | None, typer.Option(help="Tokens of a request. Default: the model's context.")] = None,
     free_gpu_memory_fraction: Fraction = 0.9,
 ) -> None:
     """Print what would take which memory: weights, activations, KV cache. Loads nothing and needs no GPU."""
@@ -263,13 +264,16 @@ def plan(
     if not 0 < free_gpu_memory_fraction <= 1:
         raise ValueError(f"plan: --free-gpu-memory-fraction is {free_gpu_memory_fraction}, expected more than 0, at most 1")
     config = model_config(model)
+    spec = spec_from_config(config)
+    if max_seq_len is not None and not 1 <= max_seq_len <= spec.max_positions:
+        raise ValueError(f"plan: --max-seq-len is {max_seq_len}, expected 1 to the model's context of {spec.max_positions}")
     here = torch.cuda.is_available()
     total = math.ceil(memory * 2**30) if memory is not None else free_bytes(torch.device("cuda")) if here else 141 * 10**9
     kind = pick_dtype(None if dtype == "auto" else dtype, torch.device("cuda"), config)
     if kv_cache_dtype not in CACHE_DTYPES:
         raise ValueError(f"plan: --kv-cache-dtype is {kv_cache_dtype!r}, expected {' or '.join(CACHE_DTYPES)}")
     made = memory_plan(
-        spec_from_config(config),
+        spec,
         total,
         dtype=kind,
         kv_dtype=CACHE_DTYPES[kv_cache_dtype] or kind,
@@ -277,6 +281,7 @@ def plan(
         max_batch=max_batch_size,
         fraction=free_gpu_memory_fraction,
         quant=quant_plan(quantization or ()),
+        max_length=max_seq_len,
     )
     typer.echo(str(made))
     if not made.kv:

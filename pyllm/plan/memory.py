@@ -104,8 +104,10 @@ def memory_plan(
     fraction: float,
     quant: QuantPlan = (),
     page_size: int = 64,
+    max_length: int | None = None,
 ) -> MemoryPlan:
-    """What `LLM` would do with `total` bytes of free memory, with steps of `tokens` prompt tokens and `max_batch` requests."""
+    """What `LLM` would do with `total` bytes of free memory, with steps of `tokens` prompt tokens and `max_batch` requests of max_length
+    tokens (None: the model's context)."""
     from pyllm.layers import plan
 
     widest = max((i.shape[-2] for i in plan(spec) if len(i.shape) >= 2 and i.shape[-2] != spec.vocab_size), default=0)
@@ -115,7 +117,8 @@ def memory_plan(
     weights = weight_bytes(spec, dtype, quant)
     room = int(max(total - weights - activations - OVERHEAD, 0) * fraction)
     slots = spec.kv_slots()
-    pages = count_pages(most := max_batch * spec.max_positions, page_size, max_batch, step, [(spec, kv_dtype)], room)
+    most = max_batch * -(-(max_length or spec.max_positions) // page_size) * page_size
+    pages = count_pages(most, page_size, max_batch, step, [(spec, kv_dtype)], room)
     kept, windows = cache_bytes(slots, page_size, kv_dtype, pages, window_needs(slots, page_size, max_batch, step, pages))
     fits = kept + windows <= room
     stored = (pages - 1) * page_size * fits

@@ -160,6 +160,10 @@ def test_the_plan_command(folder, tmp_path) -> None:
     alone.write_bytes(config.read_bytes())
     plans = [command("plan", where, "--memory", 10) for where in (folder, config, alone, tmp_path)]
     assert (plans[0].exit_code, {p.stdout for p in plans}) == (0, {plans[0].stdout})
+    out = command("plan", "llama-3.1-8b", "--memory", 141, "--max-batch-size", 4, "--max-seq-len", 1000)
+    assert "4,096 tokens of 128 KiB each, all that the requests can have" in out.stdout  # 16 pages of 64 for each
+    out = command("plan", "llama-3.1-8b", "--max-seq-len", 131073)
+    assert (out.exit_code, "--max-seq-len is 131073, expected 1 to the model's context of 131072" in out.stderr) == (2, True)
     out = command("plan", "/no/such/model")
     assert (out.exit_code, "no such file" in out.stderr) == (2, True)
     assert command("plan", "llama-3.1-8b", "--kv-cache-dtype", "int2").exit_code == 2
