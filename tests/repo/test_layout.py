@@ -80,6 +80,43 @@ def test_functions_are_short() -> None:
     assert not long, "\n".join(long)
 
 
+MAY_USE = {
+    "jit": set(),
+    "ops": {"jit"},
+    "layers": {"ops", "jit", "runtime.batch"},
+    "models": {"layers", "jit"},
+    "load": {"layers", "models"},
+    "twins": set(),
+    "runtime": {"ops", "layers", "twins", "plan.pages", "plan.calibrate", "api.params", "api.checks", "api.retention", "api.text"},
+    "plan": {"ops", "layers", "runtime.batch", "runtime.kv", "runtime.graph", "api.checks", "api.model"},
+    "api": {"ops", "layers", "models", "load", "twins", "plan", "runtime"},
+    "measure": {"api"},
+}
+"""A folder of pyllm -> the folders, or single modules of them, that its modules import (docs/design.md, "Layers of the code")."""
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of pyllm that a file imports, anywhere in it, as "folder.module"."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level <= 1, f"{name(path)}:{node.lineno}: an import from above its folder"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {module.removeprefix("pyllm.") for module in found if module.startswith("pyllm.")}
+
+
+@pytest.mark.parametrize("room", sorted(path.parent.name for path in (ROOT / "pyllm").glob("*/__init__.py")))
+def test_a_room_uses_what_lies_below_it(room: str) -> None:
+    allowed = {(*use.split("."),) for use in MAY_USE[room] | {room}}
+    bad = []
+    for path in files("*.py", under=f"pyllm/{room}"):
+        used = [tuple(module.split(".")) for module in imported(path)]
+        bad += [f"{name(path)}: pyllm.{'.'.join(u)}" for u in used if u[0] in MAY_USE and u[:1] not in allowed and u[:2] not in allowed]
+    assert not bad, "\n".join(sorted(bad))
+
+
 FORBIDDEN_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "torch.load", "torch.save", "os.system", "os.getenv", "os.popen", "numpy.load", "np.load"}
 
