@@ -100,7 +100,7 @@ class SchedulerConfig(_Config):
 @dataclass(frozen=True, kw_only=True)
 class CudaGraphConfig(_Config):
     """batch_sizes: of the decode steps that are captured, or max_batch_size: the largest, with the usual ones below it.
-    capture_num_tokens: sizes, in tokens, of the steps with prompts that are captured; None: up to 1024."""
+    capture_num_tokens: sizes, in tokens, of the steps with prompts that are captured; None: up to 1024, and max_num_tokens."""
 
     batch_sizes: Sequence[int] | None = None
     max_batch_size: int | None = None
