@@ -69,7 +69,7 @@ struct Tile {
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static_assert(kStages >= 3 && BM % (64 * kSharers) == 0 && BN % 16 == 0 && BN <= 256 && kSplit <= 8);
   static_assert((kSplit & (kSplit - 1)) == 0 && (BN / kSplit) % kChunk == 0, "each CTA of a split stores whole chunks");
-  static_assert(!Finish::kGated || kChunk == 64, "a gated chunk holds whole groups of 8 columns of both halves");
+  static_assert(!Finish::kGated || kChunk >= 32, "a gated chunk holds two groups of 8 columns of both halves at least");
   static_assert((kSplit - 1) * BM * (BN / kSplit) * 4 <= kStages * (kBytesA + kBytesB), "the parts of a split fit into the stages");
 };
 

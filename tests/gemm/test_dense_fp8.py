@@ -77,6 +77,13 @@ def test_gated(act, device):
         check(shape, "mixed", device, act=act, bias=True, out_dtype=FP16, seed=1)
 
 
+@pytest.mark.gpu
+def test_wide_tiles_of_gated_products():
+    """11 x 13 tiles of 128 x 128 would be two waves on 132 SMs: tiles of 128 x 160 serve this shape, the last ones clipped both ways."""
+    check((1403, 1552, 272), "row", "cuda", act="silu", seed=1)
+    check((1403, 1552, 272), "mixed", "cuda", act="gelu", bias=True, out_dtype=FP16, seed=2)
+
+
 def test_gated_wants_an_activation_and_no_blocks():
     x, w, one = torch.zeros(3, 32).to(FP8), torch.zeros(48, 32).to(FP8), torch.ones(1)
     for options, message in (({"gated": True}, "act is None, expected one of"), ({"act": "silu"}, "act is 'silu', expected None")):
@@ -109,6 +116,21 @@ def test_edges(shape, kind):
 def test_few_rows(shape, out_dtype):
     """Tiles of 64 rows: one CTA for all of K, and K cut over clusters of two and four."""
     check(shape, "row", "cuda", bias=out_dtype == BF16, out_dtype=out_dtype, seed=shape[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7, 8, 9, 10, 11, 15, 16, 17, 18, 25])
+def test_stages_of_blocks(stages):
+    """Sums by blocks alternate between two buffers and hold the scales of eight stages: an end behind each count of both."""
+    check((130, 272, 128 * stages), "block", "cuda", seed=stages)
+    check((257, 144, 128 * stages - 48), "block", "cuda", bias=True, seed=stages + 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stages", [2, 9])
+def test_tiles_of_blocks(stages):
+    """297 tiles: some CTAs walk over two, some over three."""
+    check((1100, 4112, 128 * stages), "block", "cuda", seed=stages)
 
 
 @pytest.mark.gpu

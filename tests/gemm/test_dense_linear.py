@@ -80,6 +80,14 @@ def test_epilogue(gated, act, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_wide_tiles_of_gated_products(dtype):
+    """11 x 13 tiles of 128 x 128 would be two waves on 132 SMs: tiles of 128 x 160 serve this shape, the last ones clipped both ways."""
+    check((1403, 1552, 208), dtype, "cuda", act="silu", gated=True)
+    check((1403, 1552, 208), dtype, "cuda", act="gelu_tanh", gated=True, bias=True, residual=True, seed=1)
+
+
+@pytest.mark.gpu
 def test_strided_rows():
     x, intact_x = padded_rows(normal(130, 96, dtype=BF16).cuda(), gap=16, offset=8)
     w, intact_w = padded_rows(normal(48, 96, dtype=BF16).cuda(), gap=8)
