@@ -80,11 +80,10 @@ def test_epilogue(gated, act, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_wide_tiles_of_gated_products(dtype):
+def test_wide_tiles_of_gated_products():
     """11 x 13 tiles of 128 x 128 would be two waves on 132 SMs: tiles of 128 x 160 serve this shape, the last ones clipped both ways."""
-    check((1403, 1552, 208), dtype, "cuda", act="silu", gated=True)
-    check((1403, 1552, 208), dtype, "cuda", act="gelu_tanh", gated=True, bias=True, residual=True, seed=1)
+    check((1403, 1552, 208), BF16, "cuda", act="silu", gated=True)
+    check((1403, 1552, 208), BF16, "cuda", act="gelu_tanh", gated=True, bias=True, residual=True, seed=1)
 
 
 @pytest.mark.gpu
