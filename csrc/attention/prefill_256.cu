@@ -1,5 +1,5 @@
-// D = Dv = 256. Plain masks in a shape of their own: 709 TFLOP/s full at 8k tokens; 698 in turns, 670 where each block asks which masks
-// there are.
+// D = Dv = 256. Plain masks in a shape of their own: 709 TFLOP/s full at 8k tokens; in that run 698 in turns, 670 where each block asks
+// which masks there are.
 #include "attention/prefill_attention.cuh"
 #include "attention/prefill_shapes.h"
 #include "common/dispatch.h"

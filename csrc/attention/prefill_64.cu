@@ -1,4 +1,5 @@
-// D = Dv = 64. Plain masks: three warpgroups, 192 rows, each in order. 572 TFLOP/s full at 16k tokens; 548 with blocks of 160 or 176 keys.
+// D = Dv = 64. Plain masks: three warpgroups, 192 rows, each in order. 527 to 572 TFLOP/s full at 16k tokens from run to run; beside the
+// 572, 548 with blocks of 160 or 176 keys.
 #include "attention/prefill_attention.cuh"
 #include "attention/prefill_shapes.h"
 #include "common/dispatch.h"

@@ -60,7 +60,7 @@ void prefill_attention_fp8(const PrefillAttentionParams& p, cudaStream_t stream)
     case 128:
       return pick<TileShape<128, 128, 3, 2, 2>>(p, stream);
     case 64:
-      return pick<TileShape<64, 128, 4, 3, 3>>(p, stream);
+      return pick<TileShape<64, 128, 4, 3, 3, 64, true>>(p, stream);
     case 256:
       return pick<TileShape<256, 128, 2, 1, 2, 128>>(p, stream);
     default:

@@ -36,7 +36,7 @@ struct Item {
   int bits_from;               // first key of the custom mask's bits
 };
 
-template <int Dim, int Keys, int StagesK, int StagesV, int StagesT, int Chunk = Dim>
+template <int Dim, int Keys, int StagesK, int StagesV, int StagesT, int Chunk = Dim, bool Ahead = false>
 struct TileShape {
   static constexpr int kRows = 128, kDim = Dim, kKeys = Keys;
   static constexpr int kStagesK = StagesK, kStagesV = StagesV, kStagesT = StagesT, kItems = 2;
@@ -45,6 +45,7 @@ struct TileShape {
   static constexpr int kTurned = (Keys + 127) / 128 * 128 * Dim;  // bytes of a tile of V^T: parts of 128 keys, Dim rows of 128 bytes
   static constexpr int kChunk = Chunk;                            // columns of O that one product of P and V covers
   static constexpr bool kWide = Chunk < Dim;                      // see attend_wide
+  static constexpr bool kAhead = Ahead;                           // see attend_ahead
   static constexpr int kPageRows = Keys % 128 == 0 ? 128 : Keys % 64 == 0 ? 64 : 32;  // most rows of one copy out of a page
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 };

@@ -113,17 +113,10 @@ struct Softmax {
     }
   }
 
-  // Scores in, P (times 2^kOffset) out; alpha: what earlier sums are to be multiplied with.
-  __device__ __forceinline__ void step(const PrefillAttentionParams& p, const Item& item, int row, float (&s)[Keys / 2], int tile,
-                                       float (&alpha)[2]) {
-    if constexpr (Capped) {
-#pragma unroll
-      for (int i = 0; i < Keys / 2; ++i) s[i] = tanh_fast(s[i] * cap_slope[i / 2 % 2]);
-    }
-    if (tile < item.plain_from || tile >= item.plain_upto) mask_tile(p, item, row, s, tile);
+  // Looks at the scores of a tile, masked already. alpha: what earlier sums are to be multiplied with; bias: of the exponents.
+  __device__ __forceinline__ void look(const float (&s)[Keys / 2], float (&alpha)[2], float (&bias)[2]) {
     float most[2];
     find_max(s, most);
-    float bias[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float m = most[h];
@@ -132,10 +125,26 @@ struct Softmax {
       max[h] = m;
       bias[h] = fmaf(-reference, slope[h], kOffset);
     }
+  }
+  static __device__ __forceinline__ void mask(const PrefillAttentionParams& p, const Item& item, int row, float (&s)[Keys / 2], int tile) {
+    if (tile < item.plain_from || tile >= item.plain_upto) mask_tile(p, item, row, s, tile);
+  }
+  // Scores in, P (times 2^kOffset) out.
+  __device__ __forceinline__ void weigh(float (&s)[Keys / 2], const float (&bias)[2]) const {
 #pragma unroll
-    for (int i = 0; i < Keys / 2; ++i) {
-      s[i] = exp2_fast(fmaf(s[i], slope[i / 2 % 2], bias[i / 2 % 2]));
+    for (int i = 0; i < Keys / 2; ++i) s[i] = exp2_fast(fmaf(s[i], slope[i / 2 % 2], bias[i / 2 % 2]));
+  }
+  // All of it.
+  __device__ __forceinline__ void step(const PrefillAttentionParams& p, const Item& item, int row, float (&s)[Keys / 2], int tile,
+                                       float (&alpha)[2]) {
+    if constexpr (Capped) {
+#pragma unroll
+      for (int i = 0; i < Keys / 2; ++i) s[i] = tanh_fast(s[i] * cap_slope[i / 2 % 2]);
     }
+    mask(p, item, row, s, tile);
+    float bias[2];
+    look(s, alpha, bias);
+    weigh(s, bias);
   }
 
   // Adds a tile's P to the sums. Apart from step(): an addition right behind each exponential waits for the latter's latency.
