@@ -10,10 +10,8 @@ from torch import Tensor
 from pyllm import _native
 from pyllm.layers.bind import Bound
 from pyllm.layers.linear import Linear
-from pyllm.layers.recognise import not_served, rows_served
-from pyllm.ops.registry import OPS
+from pyllm.layers.recognise import Formats, not_served, rows_ahead, rows_served
 from pyllm.ops.step import StepModel, decode_step, step_workspace
-from pyllm.ops.step_checks import ROWS
 from pyllm.runtime.batch import Batch
 
 
@@ -29,13 +27,16 @@ def bound_not_served(module: Any, kv_dtype: torch.dtype) -> str | None:
         return f"{hooked.path or 'the model'} has forward hooks, which one kernel would not call"
     embed: Any = getattr(module, "embed", None)
     dtype = torch.bfloat16 if embed is None else embed.weight.dtype
-    found: dict[tuple[str, ...], Any] = {tuple(m.spec.names(m.path)): m.format for m in nodes if isinstance(m.spec, Linear)}
-    return not_served(module.spec, lambda path, linear: found[tuple(linear.names(path))], dtype=dtype, kv_dtype=kv_dtype, tp=module.tp)
+    return not_served(module.spec, bound_formats(module), dtype=dtype, kv_dtype=kv_dtype, tp=module.tp)
 
 
-def fast_rows(device: torch.device) -> int:
-    """Up to so many rows the kernel is measured faster than the ops one after the other."""
-    return ROWS if serves_gpu(device) and not OPS["decode_step"].composition else 0
+def bound_formats(module: Bound) -> Formats:
+    """Of a bound model: what its quant plan has chosen."""
+    found: dict[tuple[str, ...], Any] = {}
+    for m in module.modules():
+        if isinstance(m, Bound) and isinstance(m.spec, Linear):
+            found[tuple(m.spec.names(m.path))] = m.format
+    return lambda path, linear: found[tuple(linear.names(path))]
 
 
 def serves_gpu(device: torch.device) -> bool:
@@ -54,7 +55,8 @@ def in_one_kernel(module: Any, asked: bool | None, kv_dtype: torch.dtype) -> Any
         raise ValueError(f"one_kernel is True, but {reason}")
     if reason:
         return module
-    rows = min(rows_served(module.spec), ROWS if asked else fast_rows(module.embed.weight.device))
+    ahead = rows_ahead(module.spec, bound_formats(module)) if serves_gpu(module.embed.weight.device) else 0
+    rows = rows_served(module.spec) if asked else ahead
     return OneKernel(module, rows) if rows else module
 
 

@@ -26,7 +26,7 @@ class StepModel:
     embed, head: `[V, d]` bf16, which may be one tensor. attn_norm, mlp_norm (lists) and norm: `[d]` fp32.
     qkv: `[(H + 2K) * D, d]`, o: `[d, H * D]`, up: `[2F, d]` (gate rows, then up rows), down: `[d, F]`; all bf16, or all e4m3.
     qkv_scale, o_scale, up_scale, down_scale: fp32, one scale per output row of an e4m3 weight; none for bf16.
-    qkv_bias: `[(H + 2K) * D]` bf16, or none. q_norm, k_norm: `[D]` fp32, or none. eps: of all norms. act: one of `ACTS`.
+    qkv_bias: `[(H + 2K) * D]` bf16, or none. q_norm, k_norm: `[D]` fp32, or none of either. eps: of all norms. act: one of `ACTS`.
     """
 
     embed: Tensor
@@ -77,7 +77,7 @@ def decode_step(
             kernels ahead in the stream have finished.
         ids: int32 `[M]`. slots: int32 `[M]`, `page * P + offset` of each token, negative: stored nowhere.
         kv_lens: int32 `[M]`, keys of each sequence, this token included; 0 for a row without a sequence, whose logits mean nothing.
-        page_table: int32 `[M, W]` rows; entries behind a sequence's last page are not read.
+        page_table: int32 `[M, W]` rows, which may be strided; entries behind a sequence's last page are not read.
         cos_sin, rope_rows: fp32 `[L, R]` and int32 `[M]`, as in `qk_norm_rope_append` (its rows), halves paired.
         k_caches, v_caches: a list each of `[pages, P, K, D]` per layer, bf16 or e4m3, P a multiple of 16; pages may be strided, all
             caches alike.

@@ -132,7 +132,7 @@ def _check_layers(c: StepCall) -> None:
         ("down_scale", fp8, (_F32,), {"d": d}),
         ("qkv_bias", len(c.qkv_bias) > 0, (_BF16,), {"(H+2K)*D": wide}),
         ("q_norm", len(c.q_norm) > 0, (_F32,), {"D": dim}),
-        ("k_norm", len(c.q_norm) > 0, (_F32,), {"D": dim}),
+        ("k_norm", len(c.k_norm) > 0, (_F32,), {"D": dim}),
     )
     for name, given, dtypes, sizes in rules:
         each = getattr(c, name)
@@ -158,7 +158,9 @@ def check_call(c: StepCall) -> None:
     check(1 <= m <= ROWS, _OP, "ids", f".size(0) is {m}, expected 1 to {ROWS}")
     for name in ("slots", "kv_lens", "rope_rows"):
         _shaped(name, getattr(c, name), (_I32,), M=m)
-    _shaped("page_table", c.page_table, (_I32,), M=m, W=None)
+    table = c.page_table
+    _shaped("page_table", table[:, :1].contiguous() if table.dim() == 2 else table, (_I32,), M=m, W=None)
+    check(table.stride(1) == 1 or table.shape[1] == 1, _OP, "page_table", f".stride(1) is {table.stride(1)}, expected 1")
     _shaped("embed", c.embed, (_BF16,), V=None, d=None)
     v, d = c.embed.shape
     _shaped("head", c.head, (_BF16,), V=v, d=d)

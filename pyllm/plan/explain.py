@@ -22,9 +22,8 @@ from pyllm.layers.formats import Format, QuantPlan, resolve
 from pyllm.layers.linear import Embedding, Linear, check_plan
 from pyllm.layers.mlp import MLP
 from pyllm.layers.norm import RMSNorm
-from pyllm.layers.recognise import not_served, rows_served
+from pyllm.layers.recognise import not_served, rows_ahead
 from pyllm.layers.spec import Spec, join, need_sizes, walk
-from pyllm.ops.step_checks import ROWS
 from pyllm.plan.costs import GPUS, Context, Row, edge_rows, linear_rows, product, rows
 from pyllm.plan.fusions import added_inside, norm_inside, normed_e4m3, norms
 
@@ -71,9 +70,14 @@ class Explanation:
                 out.append(line(r.what, r.shape, r.format, r.op, r.kernel, f"{r.bytes / 1e6:.3f}", f"{r.flops / 1e9:.3f}", floor))
         out.append(f"total: {t['ops']} ops, {t['bytes'] / 1e9:.3f} GB, {t['flops'] / 1e9:.1f} GFLOP, floor {t['floor_us'] / 1e3:.3f} ms")
         out.append(f"weights {self.weight_bytes / 1e9:.3f} GB a rank, KV cache {self.kv_bytes_per_token} bytes a token")
-        few = "one kernel, csrc/step/decode_step" if self.not_one_kernel is None else f"these ops; no one kernel: {self.not_one_kernel}"
-        out.append(f"decode steps of 1 to {self.kernel_rows or ROWS} sequences: {few}")
+        out.append(f"decode steps{self._few()}")
         return "\n".join(out) + "\n"
+
+    def _few(self) -> str:
+        rows = self.kernel_rows
+        if rows:
+            return f" of {'1 sequence' if rows == 1 else f'1 to {rows} sequences'}: one kernel, csrc/step/decode_step"
+        return f": these ops; {'one kernel is slower' if self.not_one_kernel is None else f'no one kernel: {self.not_one_kernel}'}"
 
 
 def _folded(all_rows: tuple[Row, ...]) -> Iterator[tuple[str, list[Row]]]:
@@ -147,7 +151,7 @@ def _one_kernel(spec: Decoder, ctx: Context, dtype: torch.dtype, kv_dtype: torch
         return resolve(linear.names(path), ctx.quant)
 
     reason = not_served(spec, formats, dtype=dtype, kv_dtype=kv_dtype, tp=ctx.tp) if ctx.fuse else "fuse is False"
-    return (0, reason) if reason else (rows_served(spec), None)
+    return (0, reason) if reason else (rows_ahead(spec, formats), None)
 
 
 def _position_rows(table: Embedding, ctx: Context) -> Iterator[Row]:
