@@ -1,4 +1,4 @@
-"""Every MLP of a loaded model replaced by one of your own: `python examples/rewrite_mlp.py MODEL [KEEP]` (a directory, a .gguf file, demo).
+"""Every MLP of a loaded model replaced by one of your own: `python examples/rewrite_mlp.py [MODEL [KEEP]]` (demo, or a directory or file).
 
 The replacement reads the same checkpoint tensors, and keeps of each token's activations the KEEP (0 to 1) that are the largest. How much
 of a model survives that is a question of a minute.
@@ -51,4 +51,4 @@ def main(model: str, keep: float = 0.5, prompt: list[int] | str = "The capital o
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 0.5)
+    main(sys.argv[1] if len(sys.argv) > 1 else "demo", float(sys.argv[2]) if len(sys.argv) > 2 else 0.5)
