@@ -18,7 +18,7 @@ from pyllm.api.model import CHUNK, Parts, load_parts
 from pyllm.api.outputs import RequestOutput
 from pyllm.api.params import SamplingParams
 from pyllm.api.prompts import for_each, one_prompt, prompt_ids
-from pyllm.api.refuse import LLM_HINTS, check_llm, of_type, refuse_unknown
+from pyllm.api.refuse import GENERATE_HINTS, LLM_HINTS, check_llm, of_type, refuse_unknown
 from pyllm.api.retention import KvCacheRetentionConfig
 from pyllm.api.text import TextOutput
 from pyllm.layers.one_kernel import in_one_kernel
@@ -115,9 +115,11 @@ class LLM:
         priority: int = 0,
         cache_salt: str | None = None,
         kv_cache_retention_config: KvCacheRetentionConfig | Sequence[KvCacheRetentionConfig | None] | None = None,
+        **unsupported: Any,
     ) -> RequestOutput | list[RequestOutput]:
         """Complete one prompt or many, and wait for all. A prompt that can never run is a ValueError, and none is run; one that fails while
         it runs has finish_reason "error". sampling_params and kv_cache_retention_config: one for all, or one for each."""
+        _refuse("generate", unsupported)
         one = isinstance(inputs, (str, Mapping)) or one_prompt(inputs)
         prompts: list[Any] = [inputs] if one else list(inputs)
         each = for_each("sampling_params", sampling_params, len(prompts))
@@ -147,8 +149,10 @@ class LLM:
         priority: int = 0,
         cache_salt: str | None = None,
         kv_cache_retention_config: KvCacheRetentionConfig | None = None,
+        **unsupported: Any,
     ) -> RequestOutput:
         """Start one prompt. streaming: the handle can be iterated over, a look per step; else only its end can be waited for."""
+        _refuse("generate_async", unsupported)
         if sampling_params is not None and getattr(sampling_params, "use_beam_search", False):
             raise ValueError("LLM.generate_async: a beam search is known at its end alone; use generate")
         out = self._make(inputs, sampling_params, priority, cache_salt, kv_cache_retention_config, streaming)
@@ -260,6 +264,12 @@ class LLM:
             object.__setattr__(params, "bad_words", tuple({tuple(s): None for s in spelled if s}))
         keep = params.truncate_prompt_tokens
         return params, text, ids[-keep:] if keep else ids  # type: ignore[return-value]
+
+
+def _refuse(method: str, unsupported: Mapping[str, Any]) -> None:
+    if unsupported:
+        known = inspect.signature(getattr(LLM, method)).parameters
+        refuse_unknown(f"LLM.{method}", unsupported, [n for n in known if n not in ("self", "unsupported")], GENERATE_HINTS)
 
 
 def _guessing(

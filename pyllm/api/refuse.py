@@ -33,6 +33,16 @@ LLM_HINTS = dict.fromkeys(
     "batched_logits_processor": "use SamplingParams(logits_processor=...)",
 }
 
+GENERATE_HINTS = {
+    "stream": "use generate_async(..., streaming=True)",
+    "lora_request": "LoRA is not served",
+    "prompt_adapter_request": "prompt adapters are not served",
+    "disaggregated_params": "one engine runs prompts and what follows them",
+    "postproc_params": "the output holds text and token ids; use SamplingParams(detokenize=False) to leave the text out",
+    "scheduling_params": "use priority",
+    "trace_headers": "times are always there: RequestOutput.timing",
+}
+
 
 def refuse_unknown(owner: str, given: Mapping[str, Any], known: Iterable[str], hints: Mapping[str, str]) -> None:
     """TypeError for the first argument that `owner` does not take: with its hint, or the name that it may have meant."""
