@@ -35,7 +35,7 @@ def check_sizes(sizes: Mapping[str, int], optional: Mapping[str, int | None], po
         raise ValueError(f"Engine: {given} both size the KV pool, expected one of them")
     length = optional["max_length"]
     if length is not None and length > positions:
-        raise ValueError(f"Engine: max_length is {length}, expected at most the model's context of {positions}")
+        raise ValueError(f"Engine: max_length (max_seq_len of LLM) is {length}, expected at most the model's context of {positions}")
 
 
 def check_types(

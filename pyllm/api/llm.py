@@ -84,7 +84,8 @@ class LLM:
         scheduler = of_type("scheduler_config", scheduler_config, SchedulerConfig) or SchedulerConfig()
         graphs = of_type("cuda_graph_config", cuda_graph_config, CudaGraphConfig)
         draft = of_type("speculative_config", speculative_config, NGramDecodingConfig, DraftTargetDecodingConfig)
-        check_llm(watchdog_timeout, max_num_tokens, tokenizer if skip_tokenizer_init else None)
+        sizes = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
+        check_llm(watchdog_timeout, sizes, tokenizer if skip_tokenizer_init else None)
         parts = load_parts(model, weights=weights, tokenizer=tokenizer, device=device, dtype=None if dtype == "auto" else dtype,
                            load_format=load_format, quant=quant, invariant=deterministic, progress=progress)  # fmt: skip
         self.tokenizer, self._checkpoint = None if skip_tokenizer_init else parts.tokenizer, parts.checkpoint

@@ -72,13 +72,15 @@ class Checked:
             raise ValueError(f"{type(self).__name__}: {name} is {getattr(self, name)!r}, expected {expected}")
 
 
-def check_llm(watchdog_timeout: Any, max_num_tokens: Any, unused_tokenizer: Any) -> None:
+def check_llm(watchdog_timeout: Any, sizes: Mapping[str, Any], unused_tokenizer: Any) -> None:
+    """Before anything is loaded. sizes: by the names that `LLM` gives them; None is good but for max_batch_size."""
     if unused_tokenizer is not None:
         raise ValueError("LLM: a tokenizer is given beside skip_tokenizer_init=True; leave one of them out")
     if isinstance(watchdog_timeout, bool) or not isinstance(watchdog_timeout, (int, float)) or not watchdog_timeout > 0:
         raise ValueError(f"LLM: watchdog_timeout is {watchdog_timeout!r}, expected seconds, more than 0")
-    if max_num_tokens is not None and (type(max_num_tokens) is not int or max_num_tokens < 1):
-        raise ValueError(f"LLM: max_num_tokens is {max_num_tokens!r}, expected None or an integer, at least 1")
+    for name, value in sizes.items():
+        if (value is not None or name == "max_batch_size") and (type(value) is not int or value < 1):
+            raise ValueError(f"LLM: {name} is {value!r}, expected an integer, at least 1")
 
 
 def of_type(name: str, value: Any, *kinds: type) -> Any:

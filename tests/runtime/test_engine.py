@@ -290,7 +290,7 @@ def test_what_submit_refuses(prompt, options, text) -> None:
         ({"max_tokens": 64}, "Engine: pages=40 and max_tokens=64 both size the KV pool"),
         ({"pages": None, "max_tokens": 0}, "Engine: max_tokens is 0"),
         ({"pages": 1}, "KvPool: pages is 1"),
-        ({"max_length": 121}, "Engine: max_length is 121, expected at most the model's context of 120"),
+        ({"max_length": 121}, "Engine: max_length (max_seq_len of LLM) is 121, expected at most the model's context of 120"),
         ({"page_size": 48}, "KvPool: page_size is 48, expected one of 16, 32, 64, 128"),
         ({"kv_dtype": torch.int16}, "Engine: kv_dtype is torch.int16, expected torch.float32 like dtype"),
     ],
