@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pyllm.api.refuse import Checked
 from pyllm.twins.pool import PRIORITY, TOP_PRIORITY
 
-_FOREVER = "a page keeps its priority until it is given away"
+_FOREVER = "None: a page keeps its priority until it is given away"
 
 
 class _Priorities(Checked):
@@ -24,19 +24,19 @@ class _Priorities(Checked):
 
 @dataclass(frozen=True)
 class TokenRange(_Priorities):
-    """Tokens token_start up to token_end of the prompt, None: to its end."""
+    """Tokens token_start up to token_end of the prompt, None: to its end. duration_ms: None, which is for ever."""
 
     token_start: int
     token_end: int | None = None
     priority: int = PRIORITY
-
-    HINTS: ClassVar[dict[str, str]] = {"duration_ms": _FOREVER}
+    duration_ms: None = None
 
     def __post_init__(self) -> None:
         self._need("token_start", type(self.token_start) is int and self.token_start >= 0, "an integer, at least 0")
         after = self.token_end is None or (type(self.token_end) is int and self.token_end > self.token_start)
         self._need("token_end", after, f"None or an integer, more than token_start={self.token_start}")
         self._need_priority("priority")
+        self._need("duration_ms", self.duration_ms is None, _FOREVER)
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class KvCacheRetentionConfig(_Priorities):
     wanted, the least recently used first among equals.
 
     token_range_retention_configs: of parts of the prompt (`KvCacheRetentionConfig.TokenRangeRetentionConfig`), which do not overlap.
-    decode_retention_priority: of what is generated. A page has the highest priority of its tokens, of what is cached behind it in its
-    prompt, and of all such configs of requests that have used it.
+    decode_retention_priority: of what is generated; decode_duration_ms: None, which is for ever. A page has the highest priority of its
+    tokens, of what is cached behind it in its prompt, and of all such configs of requests that have used it.
     """
 
     token_range_retention_configs: Sequence[TokenRange] = ()
     decode_retention_priority: int = PRIORITY
+    decode_duration_ms: None = None
 
     TokenRangeRetentionConfig: ClassVar[type[TokenRange]] = TokenRange
     HINTS: ClassVar[dict[str, str]] = {
-        "decode_duration_ms": _FOREVER,
         "transfer_mode": "pages that are given away go to the host's memory: KvCacheConfig(host_cache_size=...)",
         "directory": "pages that are given away go to the host's memory: KvCacheConfig(host_cache_size=...)",
     }
@@ -67,6 +67,7 @@ class KvCacheRetentionConfig(_Priorities):
         apart = all(a.token_end is not None and a.token_end <= b.token_start for a, b in pairwise(ordered))
         self._need("token_range_retention_configs", apart, "ranges that do not overlap")
         self._need_priority("decode_retention_priority")
+        self._need("decode_duration_ms", self.decode_duration_ms is None, _FOREVER)
 
     def priorities(self, first: int, end: int, page_size: int, prompt: int) -> NDArray[np.int32]:
         """Of the pages `first` up to `end` of a sequence whose first `prompt` tokens are the prompt."""

@@ -152,12 +152,13 @@ def test_priorities_without_reuse_are_refused(tmp_path) -> None:
         (lambda: Range(4, 4), ValueError, "token_end is 4, expected None or an integer, more than token_start=4"),
         (lambda: Range(0, 4, 101), ValueError, "priority is 101, expected an integer from 0 to 100"),
         (lambda: Range(0, 4, True), ValueError, "priority is True, expected an integer from 0 to 100"),
-        (lambda: Range(0, duration_ms=5), TypeError, "duration_ms is not supported: a page keeps its priority until it is given away"),
+        (lambda: Range(0, None, 5, 5), ValueError, "duration_ms is 5, expected None: a page keeps its priority until it is given away"),
         (lambda: KvCacheRetentionConfig([(0, 4, 1)]), ValueError, "expected a list of KvCacheRetentionConfig.TokenRangeRetentionConfig"),
         (lambda: KvCacheRetentionConfig([Range(2), Range(0, 3)]), ValueError, "expected ranges that do not overlap"),
         (lambda: KvCacheRetentionConfig([Range(0), Range(3)]), ValueError, "expected ranges that do not overlap"),
         (lambda: KvCacheRetentionConfig(decode_retention_priority=-1), ValueError, "decode_retention_priority is -1, expected an integer"),
-        (lambda: KvCacheRetentionConfig(decode_duration_ms=5), TypeError, "decode_duration_ms is not supported"),
+        (lambda: KvCacheRetentionConfig((), 35, 5), ValueError, "decode_duration_ms is 5, expected None"),
+        (lambda: KvCacheRetentionConfig(directory="d"), TypeError, "directory is not supported: pages that are given away go to the host"),
     ],
 )
 def test_wrong_configs_are_refused(make_config, error, text) -> None:
