@@ -43,14 +43,14 @@ class Layout:
     K: int
     D: int
     fp8: bool
-    ragged: bool = False
+    spread: str = ""
 
     def lengths(self) -> list[int]:
-        """Ragged: log-uniform from 128 to 32k."""
-        if not self.ragged:
+        """spread "128-32k": log-uniform; "1k-2k": uniform, as requests in flight are."""
+        if not self.spread:
             return [self.context] * self.B
         at = torch.rand(self.B, generator=torch.Generator().manual_seed(0))
-        return (128 * 256**at).int().tolist()
+        return (128 * 256**at if self.spread == "128-32k" else 1024 + 1024 * at).int().tolist()
 
     def make(self, n: int) -> list[Set]:
         lengths = self.lengths()
@@ -122,8 +122,8 @@ class Layout:
     def case(self) -> Case:
         keys, item = sum(self.lengths()), 1 if self.fp8 else 2
         us = GOALS_US.get(self.context) if self.B == 1 and (not self.fp8 or self.context == 1024) else None
-        context = "128-32k" if self.ragged else str(self.context)
-        narrow = (self.H, self.K, self.D) in ((9, 3, 64), (16, 8, 256))  # few heads, or few rows to a KV head
+        context = self.spread or str(self.context)
+        narrow = (self.H, self.K, self.D) in ((9, 3, 64), (32, 8, 64), (16, 8, 256))  # few heads, or few rows to a KV head
         return Case(
             name=f"B={self.B} keys={context} H={self.H} K={self.K} D={self.D} {'fp8' if self.fp8 else 'bf16'} cache",
             dtype="bf16, fp8 cache" if self.fp8 else "bf16",
@@ -141,6 +141,8 @@ def cases(shapes: Shapes) -> list[Case]:
     sizes = SIZES if shapes.name == "default" else ((1, 4096), (32, 4096))
     found = [Layout(B, context, *heads, fp8).case() for fp8 in (False, True) for B, context in sizes]
     if shapes.name == "default":
-        found += [Layout(64, 0, *heads, fp8, ragged=True).case() for fp8 in (False, True)]
+        found += [Layout(64, 0, *heads, fp8, "128-32k").case() for fp8 in (False, True)]
+        found += [Layout(B, 0, *heads, fp8, "1k-2k").case() for B, fp8 in ((256, False), (256, True), (512, True))]
         found += [Layout(128, 4096, 9, 3, 64, False).case(), Layout(32, 4096, 16, 8, 256, False).case()]
+        found += [Layout(256, 1024, 32, 8, 64, False).case()]
     return found

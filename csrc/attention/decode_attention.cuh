@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas) decode_attention_kernel
   pdl_trigger();
   const Run run = locate(p, scratch);
   const int worker = run.worker, shift = run.shares.shift, rank = blockIdx.x & ((1 << shift) - 1);
-  Merger<S> merger{*reinterpret_cast<MergeShared<S>*>(decode_smem + S::kRing), worker, rank, shift};
+  Merger<S> merger{*reinterpret_cast<MergeShared<S>*>(decode_smem + S::kRing), p.lanes > 1 ? worker * p.lanes + run.at.head : worker, rank,
+                   shift};
   Cursor at = run.at;
   if (at.left == 0) {
     write_empty_rows(p);
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas) decode_attention_kernel
     }
     int pieces = 0;
     if (at.step == at.s.first && steps < at.s.steps) {
-      const int end = before + (at.head * chunks_of(p, at.s) + at.chunk + 1) * at.s.cost();
+      const int end = before + ((p.lanes > 1 ? 0 : at.head) * chunks_of(p, at.s) + at.chunk + 1) * at.s.cost();
       while (run.shares.begin(worker + 1 + pieces) < end) ++pieces;
     }
     const bool more = at.more();

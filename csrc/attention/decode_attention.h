@@ -49,7 +49,7 @@ struct DecodeAttentionParams {
   bool invariant;           // the bits of a row do not depend on the other sequences
   bool leave_padding;       // rows of q past q_starts[B] are not written
   int clusters;             // of the grid
-  int workers;              // of 2^cut_shift CTAs each
+  int workers;              // of 2^cut_shift CTAs each; with lanes, groups of them
   int cluster_shift;        // log2 of the CTAs of a cluster
   int cut_shift;            // log2 of those of a worker where segments are cut, at most cluster_shift
   int step_shift;           // log2 of the keys of a step
@@ -57,6 +57,7 @@ struct DecodeAttentionParams {
   int whole_below;          // numbers of the work map up to which whole_workers, a cluster each, take whole segments; -1: none
   int whole_workers;        // clusters, at most those of the grid
   uint32_t whole_share;     // ceil(2^32 / whole_workers), 0 for one
+  int lanes;                // K: workers come in groups, one for each KV head of the same keys, and the map numbers groups; 1: no groups
   bool even;                // fewer workers where that leaves equal segments uncut
   uint32_t per_group;       // ceil(2^32 / G), 0 for one
   int row_tiles;            // 8-row tiles of query rows that a CTA holds: 1 or 2

@@ -273,7 +273,7 @@ struct Merger {
         here = true;
 #pragma unroll
         for (int i = 0; i < kFlight; ++i) {
-          const int other = worker + 1 + min(from + i, pieces - 1);
+          const int other = worker + p.lanes * (1 + min(from + i, pieces - 1));
           const Packet *const sums = space.sum(other, rank, n, g % 4), *const outs = space.out(other, n, g);
           packets[i][0] = load_packet(sums), packets[i][1] = load_packet(sums + 1);
           packets[i][2] = load_packet(outs), packets[i][3] = load_packet(outs + 1);
@@ -288,7 +288,7 @@ struct Merger {
         const Packet(&x)[4] = packets[i];
         part[i] = {{low_of(x[0].floats), high_of(x[0].floats), low_of(x[1].floats), high_of(x[1].floats)},
                    {low_of(x[2].floats), high_of(x[2].floats), low_of(x[3].floats), high_of(x[3].floats)}};
-        Packet* const outs = space.out(worker + 1 + from + i, n, g);
+        Packet* const outs = space.out(worker + p.lanes * (1 + from + i), n, g);
         outs[0].stamp = outs[1].stamp = 0;
       }
       join(quad, part);
@@ -300,7 +300,7 @@ struct Merger {
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < pieces * kRowTile; i += S::kThreads)
-      space.sum(worker + 1 + i / kRowTile, rank, n, 0)[i % kRowTile].stamp = 0;
+      space.sum(worker + p.lanes * (1 + i / kRowTile), rank, n, 0)[i % kRowTile].stamp = 0;
   }
 };
 

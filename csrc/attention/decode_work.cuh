@@ -3,8 +3,9 @@
 // order, are numbered, and each worker, CTAs of one cluster, takes a run of them, all of one length to within two: equal work for any
 // lengths, known to each CTA from kv_lens and q_starts alone, without a plan that a replayed graph could find stale. Workers own whole
 // segments, or parts of them: at most one whose beginning they lack, and one whose end they lack. The CTAs of a worker take equal parts of
-// each of its segments. Invariant: a worker has the segments that begin in its run, whole; the parts of the CTAs then follow from the
-// length alone.
+// each of its segments. Lanes: a worker is one CTA for each KV head, which takes the keys of the run for that head alone, so that what lies
+// side by side in a page is read at about the same time; the map then numbers the steps of one head. Invariant: a worker has the segments
+// that begin in its run, whole; the parts of the CTAs then follow from the length alone.
 #pragma once
 #include "attention/decode_attention.h"
 #include "attention/mma.cuh"
@@ -42,7 +43,7 @@ __device__ __forceinline__ int chunks_of(const DecodeAttentionParams& p, const S
 }
 
 __device__ __forceinline__ int segments_of(const DecodeAttentionParams& p, const Sequence& s) {
-  return s.steps > 0 ? p.kv_heads * chunks_of(p, s) : 0;
+  return s.steps > 0 ? (p.lanes > 1 ? 1 : p.kv_heads) * chunks_of(p, s) : 0;
 }
 
 // Of all segments of a sequence.
@@ -78,10 +79,16 @@ struct Shares {
     workers = most;
     share = 0xffffffffu / static_cast<uint32_t>(most) + 1;
   }
+  // With lanes: the CTAs with smaller numbers, of all workers, and the KV head of this one.
+  __device__ __forceinline__ int lanes_ahead(const DecodeAttentionParams& p) const {
+    return workers * p.lanes - 1 - static_cast<int>(blockIdx.x);
+  }
+  __device__ __forceinline__ int lane(const DecodeAttentionParams& p, int worker) const { return lanes_ahead(p) - worker * p.lanes; }
   // The worker of this CTA; beyond 0 ... workers - 1: of none. The last comes first, since workers wait for larger numbers. Whole segments
   // go to every second cluster before they go to the others: neighbours share a GPC, which cannot pass on what all of its SMs ask for (one
   // sequence of 16k keys: 29.5 us with neighbours, 23.1 us).
   __device__ __forceinline__ int number(const DecodeAttentionParams& p) const {
+    if (p.lanes > 1) return divide(lanes_ahead(p), p.lanes);
     const int cluster = static_cast<int>(blockIdx.x >> shift);
     if (total > p.whole_below) return workers - 1 - cluster;
     return workers - 1 - ((cluster >> 1) + ((cluster & 1) == 0 ? 0 : (p.clusters + 1) >> 1));
@@ -108,8 +115,8 @@ struct Cursor {
     left -= end() - step + kSegmentCost;
     if (++chunk == chunks_of(p, s)) {
       chunk = 0;
-      if (++head == p.kv_heads) {
-        head = 0;
+      if (p.lanes > 1 || ++head == p.kv_heads) {
+        if (p.lanes == 1) head = 0;
         do s = sequence_at(p, ++b);
         while (s.steps == 0);
       }
@@ -155,6 +162,7 @@ __device__ __forceinline__ Run run_of(const DecodeAttentionParams& p, const Shar
   const int chunks = chunks_of(p, run.at.s);
   run.at.head = chunks == 1 ? unit : divide(unit, chunks);
   run.at.chunk = unit - run.at.head * chunks;
+  if (p.lanes > 1) run.at.head = shares.lane(p, worker);
   run.at.step = run.at.s.first + max(within - kSegmentCost, 0);
   run.at.left = max(border[1] - border[0] - max(kSegmentCost - within, 0), 0);
   return run;
