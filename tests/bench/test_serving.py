@@ -109,6 +109,24 @@ def test_a_model_that_says_something_else_is_no_record(monkeypatch: pytest.Monke
         engines.lookup_speed("small", [0, 1, 2, 0], 20, device="cpu", dtype="fp32")
 
 
+@pytest.mark.parametrize(
+    ("name", "seconds", "expected"),
+    [("pyllm", 1e6, 7), ("vllm", 1e6, 5), ("pyllm", 30.0, 6), ("pyllm", 15.0, 4), ("pyllm", 0.0, 0)],  # 15 s: no rate for the load
+)
+def test_a_worker_does_what_it_has_time_for(
+    name: str, seconds: float, expected: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [r for r in serving.ROWS if r.model == "8b-fp8"]
+    monkeypatch.setitem(serving.ENGINES, name, lambda model, folder: Engine())
+    monkeypatch.setattr(serving, "lookup_speed", lambda *_: {"value": 3.0})
+    serving.work(name, "8b-fp8", [r for r in rows if r.kind != "lookup"], time.time() + seconds)
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line.removeprefix("ROW "))["row"] for line in lines] == [r.name for r in rows if r.name in "".join(lines)]
+    assert len(lines) == expected
+    serving.work("pyllm", "8b-fp8", [r for r in rows if r.kind == "lookup"], time.time() + seconds)
+    assert len(capsys.readouterr().out.splitlines()) == (seconds > 25)
+
+
 @pytest.mark.parametrize(("seconds", "started"), [(5.0, False), (100.0, True)])
 def test_what_has_no_time_left_is_left_out(
     seconds: float, started: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
