@@ -9,10 +9,8 @@
 
 namespace pyllm {
 
-constexpr int kSkinnyRows = 64;  // the largest M
-// Shared memory of a CTA where an SM holds two, of 228 KiB with 1 KiB reserved for each; where it holds one.
-constexpr int kStreamHalf = 113 * 1024;
-constexpr int kStreamWhole = 227 * 1024;
+constexpr int kSkinnyRows = 64;              // the largest M
+constexpr int kStreamShared = 227 * 1024;    // of a CTA that has an SM to itself
 constexpr int64_t kStreamLongest = 1 << 20;  // K below this: sizes of shared memory stay far inside an int
 
 struct SkinnyLinearParams {
@@ -34,8 +32,7 @@ struct SkinnyLinearParams {
 };
 
 void skinny_linear(const SkinnyLinearParams& p, cudaStream_t stream);
-// The kernel of few rows (M <= 8, bf16 or fp16, x in the shared memory of a CTA); false, with nothing
-// launched, where it does not serve.
+// The kernel of few rows (M <= 8, x in the shared memory of a CTA); false, with nothing launched, where it does not serve.
 bool skinny_stream(const SkinnyLinearParams& p, int sms, cudaStream_t stream);
 
 }  // namespace pyllm

@@ -1,14 +1,14 @@
-// y[m, n] = epilogue(sum_k x[m, k] w[n, k]) for M <= 8 of bf16 or fp16: CTAs that each stream some rows of w once.
+// y[m, n] = epilogue(sum_k x[m, k] w[n, k]) for M <= 8 of bf16, fp16 or e4m3: CTAs that each stream some rows of w once.
 //
-// A CTA takes 8 R rows of w at a time; its eight warps take an eighth of K each, so no warp waits for another before the sums are added. A
-// warp asks for its part of the rows in pieces of 256 or 512 bytes (bulk copies into a ring of its own) before it waits for the kernel
-// ahead, which does not write weights. Shared memory holds the loads in flight: through registers the same stream took 1.2 to 1.6 times as
-// long. Two CTAs of an SM have 128 KiB in flight; with 192 KiB (28672, 4096) took 75 to 88 us instead of 56.
+// A CTA takes 16 or 32 rows of w at a time; its eight warps take an eighth of K each, and no warp waits for another until all sums are
+// added, once or a few times for a CTA. A warp asks for its part of the rows in boxes of 128 bytes of each (TMA, into a ring of its own)
+// before it waits for the kernel ahead, which does not write weights. Shared memory holds the loads in flight: through registers the same
+// stream took 1.2 to 1.6 times as long, and a bulk copy for each row instead of a box for all of them up to 1.9 times.
 //
-// Products: mma m16n8k16, x the 16-row side. K is permuted within 32 elements, alike in x and w, so that the 16 bytes that a lane holds of
-// a row are operands as they are.
+// Products: mma m16n8k16, w the 16-row side. K is permuted within a step of 64 bytes, alike in x and w, so that the 16 bytes that a lane
+// holds of a row are operands as they are; e4m3 is widened to fp16 first, exactly.
 //
-// Order of a sum: within an eighth of K in order, then the eighths in order. It depends on K alone.
+// Order of a sum: within an eighth of K in order, even and odd products of 16 apart, then the eighths in order. It depends on K alone.
 // Norm: y = rstd[m] sum_k round(x[m, k] norm_weight[k]) w[n, k]; each CTA sums the squares of its rows of x again.
 // Limits: base and rows of x and w at multiples of 16 bytes.
 #pragma once
@@ -21,19 +21,28 @@
 
 namespace pyllm::gemm {
 
-constexpr int kStreamRows = 8;  // the largest M: x is the 16-row side of mma, half of it zeros
+constexpr int kStreamRows = 8;  // the largest M: x is the 8-column side of mma
 constexpr int kStreamWarps = 8;
 constexpr int kStreamThreads = kStreamWarps * 32;
-constexpr int kStepBytes = 64;  // of a row of w: what the four lanes of a row hold in one access
+constexpr int kStepBytes = 64;    // of a row of w: what the four lanes of a row hold in one access
+constexpr int kSliceBytes = 128;  // of a row of w in a box: the span of the 128-byte swizzle
+
+// Offsets in shared memory, behind the rings.
+struct StreamLayout {
+  int barriers, sums, squares, scales, x, bytes;
+};
 
 struct StreamArgs {
-  const uint8_t* w;
   const uint8_t* x;
   void* out;
-  int64_t w_stride, x_stride;  // bytes
-  int m, columns;              // of the output
-  int rows;                    // of w: columns, gated twice that
-  int row_bytes;               // of K elements
+  int64_t x_stride;  // bytes
+  int m, columns;    // of the output
+  int row_bytes;     // of K elements
+  int units;         // of the whole weight: what a CTA takes at a time
+  int share;         // of row_bytes: what a warp takes
+  int stages;        // of a warp's ring
+  int batch;         // units whose sums are added at once
+  StreamLayout at;
   const void* norm_weight;
   bool norm_fp32;
   float eps;
@@ -41,24 +50,33 @@ struct StreamArgs {
 };
 
 // Bytes of a row that one warp takes.
-__host__ __device__ constexpr int stream_share(int row_bytes) {
-  return (row_bytes + kStreamWarps * kStepBytes - 1) / (kStreamWarps * kStepBytes) * kStepBytes;
+constexpr int stream_share(int row_bytes) {
+  return (row_bytes + kStreamWarps * kSliceBytes - 1) / (kStreamWarps * kSliceBytes) * kSliceBytes;
 }
 
-// R: groups of eight rows of w that a CTA takes at a time, gated half of them of the up projection.
-// A warp's ring: stages of Chunk bytes of each row. The distance of two rows is an odd multiple of 64 bytes: they fill the banks.
-template <int R, int Chunk, int Stages>
+// Rows of w that a CTA takes at a time: a unit, gated half of them of the up projection, by eight in turn. A stage of a warp's ring: Slices
+// boxes.
+template <int Rows, int Slices>
 struct StreamShape {
-  static constexpr int kPitch = Chunk % 128 == 64 ? Chunk : Chunk + 64;
-  static constexpr int kStage = 8 * R * kPitch;
-  static constexpr int kBarriers = kStreamWarps * Stages * kStage;  // of the stages and one of x for each warp
-  static constexpr int kSums = kBarriers + kStreamWarps * (Stages + 1) * 8;
-  // Rows of m in two areas of partial sums, the squares of each warp, and x; lanes of two rows of x fill the banks too.
-  __host__ __device__ static constexpr int one_sum(int m) { return kStreamWarps * m * 8 * R * 4; }
-  __host__ __device__ static constexpr int x_pitch(int share) { return (share + 127) / 128 * 128 + 64; }
-  __host__ __device__ static constexpr int squares(int m) { return kSums + 2 * one_sum(m); }
-  __host__ __device__ static constexpr int x_rows(int m) { return squares(m) + kStreamWarps * kStreamRows * 4; }
-  __host__ __device__ static constexpr int shared_bytes(int m, int share) { return x_rows(m) + kStreamWarps * m * x_pitch(share); }
+  static_assert(Rows % 16 == 0, "the 16-row side of mma");
+  static constexpr int kSlice = Rows * kSliceBytes, kStage = Slices * kSlice;
+  __host__ __device__ static constexpr int unit_sums(int m) { return kStreamWarps * m * Rows * 4; }
+
+  // `units` of a CTA at most.
+  static constexpr StreamLayout layout(int m, int share, int stages, int batch, int units, bool scaled) {
+    StreamLayout l{};
+    const int batches = (units + batch - 1) / batch;
+    l.barriers = kStreamWarps * stages * kStage;                        // of the stages and one of x for each warp
+    l.sums = l.barriers + kStreamWarps * (stages + 1) * 8;              // two areas, where there is more than one batch
+    l.squares = l.sums + (batches > 1 ? 2 : 1) * batch * unit_sums(m);  // of each warp and row of x
+    l.scales = l.squares + kStreamWarps * kStreamRows * 4;              // of rows, of columns
+    l.x = l.scales + (scaled ? (kStreamRows + units * Rows) * 4 : 0);
+    // Rows of x of even and of odd number lie 64 bytes more than a multiple of 128 apart: two neighbours fill the banks.
+    l.x = (l.x + 127) / 128 * 128;
+    l.bytes = l.x + kStreamWarps * x_warp(m, share);
+    return l;
+  }
+  __host__ __device__ static constexpr int x_warp(int m, int share) { return m * share + (m > 1 ? 128 : 0); }
 };
 
 __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
@@ -79,82 +97,109 @@ __device__ __forceinline__ float2 load_shared_pair(uint32_t from) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
   return v;
 }
-__device__ __forceinline__ void store_shared_pair(uint32_t to, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+__device__ __forceinline__ void store_shared_float(uint32_t to, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }
 
-// c (+)= 8 rows of x times 8 rows of w over 16 of K.
+// c (+)= 16 rows of w times 8 rows of x over 16 of K.
 template <class T>
-__device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %6, %5, %6}, {%7, %8}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a0), "r"(a1), "r"(0), "r"(b0), "r"(b1));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   } else {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %6, %5, %6}, {%7, %8}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a0), "r"(a1), "r"(0), "r"(b0), "r"(b1));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
 }
-template <class T, int R, int Chunk, int Stages, bool Gated, bool Norm>
+
+// Four e4m3 as fp16, exact: the two pairs of one operand of mma.
+struct Widened {
+  uint32_t lo, hi;
+  __device__ __forceinline__ explicit Widened(uint32_t four) {
+    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
+        : "=r"(lo), "=r"(hi)
+        : "r"(four));
+  }
+};
+
+template <class T, class Out, int Rows, int Slices, bool Gated, bool Norm>
 struct Stream {
-  using Shape = StreamShape<R, Chunk, Stages>;
-  static constexpr int kSteps = Chunk / kStepBytes, kRows = 8 * R, kColumns = Gated ? kRows / 2 : kRows;
+  using Shape = StreamShape<Rows, Slices>;
+  static constexpr int kItems = kSliceBytes / sizeof(T), kColumns = Gated ? Rows / 2 : Rows;
+  static constexpr int kGroups = Rows / 16;        // of rows of w
+  static constexpr bool kScaled = sizeof(T) == 1;  // by row and by column of the output
+  static_assert(!Norm || sizeof(T) == 2, "the norm's result is rounded to x's type");
 
   const StreamArgs& a;
-  int lane, warp, group, quad;  // a lane holds row `group` of eight, the `quad`-th 16 bytes of each step
-  int begin, bytes, share;      // of a row, in w
-  int chunks, first, last;      // of a unit; units of this CTA
-  int m_pitch;
-  uint32_t ring, barriers, x_barrier, sums, squares, x;
+  const CUtensorMap* w_map;
+  const uint8_t* shared;
+  uint32_t base;                // of shared memory
+  int lane, warp, group, quad;  // a lane holds row `group` of eight of x, row `own` of w, the `quad`-th 16 bytes of each step
+  int own;                      // those of lanes 0 to 3 and 4 to 7 are four apart: the swizzle puts them in different banks
+  int begin, bytes;             // of a row, in w
+  int first, last;              // units of this CTA
+  uint32_t ring, barriers, x;
 
-  __device__ __forceinline__ Stream(const StreamArgs& args, uint32_t base, int units) : a(args) {
+  __device__ __forceinline__ Stream(const StreamArgs& args, const CUtensorMap* map, const uint8_t* memory)
+      : a(args), w_map(map), shared(memory), base(smem_address(memory)) {
     lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quad = lane % 4;
-    share = stream_share(a.row_bytes), begin = warp * share, bytes = max(0, min(share, a.row_bytes - begin));
-    chunks = (share + Chunk - 1) / Chunk;
-    first = static_cast<int>(static_cast<int64_t>(units) * blockIdx.x / gridDim.x);
-    last = static_cast<int>(static_cast<int64_t>(units) * (blockIdx.x + 1) / gridDim.x);
-    m_pitch = Shape::x_pitch(share);
-    ring = base + warp * Stages * Shape::kStage, barriers = base + Shape::kBarriers + warp * (Stages + 1) * 8;
-    x_barrier = barriers + Stages * 8;
-    sums = base + Shape::kSums, squares = base + Shape::squares(a.m), x = base + Shape::x_rows(a.m) + warp * a.m * m_pitch;
+    own = group % 2 * 4 + group / 2;
+    begin = warp * a.share, bytes = max(0, min(a.share, a.row_bytes - begin));
+    first = static_cast<int>(static_cast<int64_t>(a.units) * blockIdx.x / gridDim.x);
+    last = static_cast<int>(static_cast<int64_t>(a.units) * (blockIdx.x + 1) / gridDim.x);
+    ring = base + warp * a.stages * Shape::kStage, barriers = base + a.at.barriers + warp * (a.stages + 1) * 8;
+    x = base + a.at.x + warp * Shape::x_warp(a.m, a.share);
   }
 
-  // Row of w behind row `local` of a unit.
-  __device__ __forceinline__ int row_of(int unit, int local) const {
-    if constexpr (!Gated) return min(unit * kRows + local, a.rows - 1);
-    const int column = unit * kColumns + local % kColumns;
-    return min(column, a.columns - 1) + local / kColumns * a.columns;
-  }
+  __device__ __forceinline__ uint32_t x_barrier() const { return barriers + a.stages * 8; }
+  __device__ __forceinline__ uint32_t x_row(int row) const { return x + row % 2 * ((a.m + 1) / 2 * a.share + 64) + row / 2 * a.share; }
 
-  // One warp asks for its q-th piece.
-  __device__ __forceinline__ void load(int q) const {
-    const int unit = first + q / chunks, offset = q % chunks * Chunk, size = max(0, min(Chunk, bytes - offset));
-    const uint32_t to = ring + q % Stages * Shape::kStage, barrier = barriers + q % Stages * 8;
-    if (lane == 0) barrier_arrive_expect(barrier, size * kRows);
-    __syncwarp();
-    if (lane < kRows && size > 0) {
-      bulk_load(to + lane * Shape::kPitch, a.w + row_of(unit, lane) * a.w_stride + begin + offset, size, barrier);
+  struct Piece {
+    int unit, offset, stage;
+  };
+  // One warp asks for its next piece.
+  __device__ __forceinline__ void load(Piece& p) const {
+    const int slices = min(Slices, (bytes - p.offset + kSliceBytes - 1) / kSliceBytes);
+    if (elect_one()) {
+      const uint32_t to = ring + p.stage * Shape::kStage, barrier = barriers + p.stage * 8;
+      barrier_arrive_expect(barrier, slices * Shape::kSlice);
+#pragma unroll
+      for (int s = 0; s < Slices; ++s) {
+        if (s >= slices) break;
+        const int k = (begin + p.offset) / static_cast<int>(sizeof(T)) + s * kItems;
+        if constexpr (Gated) {
+          tma_load(to + s * Shape::kSlice, w_map, barrier, k, 0, 0, p.unit * (Rows / 16));
+        } else {
+          tma_load(to + s * Shape::kSlice, w_map, barrier, k, p.unit * Rows);
+        }
+      }
     }
+    __syncwarp();
+    p.stage = p.stage + 1 == a.stages ? 0 : p.stage + 1;
+    p.offset += Slices * kSliceBytes;
+    if (p.offset >= bytes) p.offset = 0, ++p.unit;
   }
 
   // This warp's part of x on its way to shared memory.
   __device__ __forceinline__ void load_x() const {
-    if (lane == 0) barrier_arrive_expect(x_barrier, bytes * a.m);
+    if (lane == 0) barrier_arrive_expect(x_barrier(), bytes * a.m);
     __syncwarp();
     if (lane < a.m && bytes > 0) {
-      bulk_load(x + lane * m_pitch, a.x + lane * a.x_stride + begin, bytes, x_barrier);
+      bulk_load(x_row(lane), a.x + lane * a.x_stride + begin, bytes, x_barrier());
     }
   }
 
   // Once it is there: zeros past the end of K; with a norm x is scaled by its weight, and its squares are summed.
   __device__ __forceinline__ void prepare_x() const {
-    barrier_wait(x_barrier, 0);
-    if (!Norm && bytes == share) return;
-    for (int m = 0; m < a.m; ++m) {
-      const uint32_t row = x + m * m_pitch;
+    barrier_wait(x_barrier(), 0);
+    if (!Norm && a.row_bytes == kStreamWarps * a.share) return;
+    for (int i = 0; i < a.m; ++i) {
+      const uint32_t row = x_row(i);
       float sum = 0.f;
-      for (int at = lane * 16; at < share; at += 32 * 16) {
+      for (int at = lane * 16; at < a.share; at += 32 * 16) {
         uint4 raw{};
         if (at < bytes) raw = load_shared_16(row + at);
         if constexpr (Norm) {
@@ -167,7 +212,7 @@ struct Stream {
       if constexpr (Norm) {
 #pragma unroll
         for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-        if (lane == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(squares + (warp * kStreamRows + m) * 4), "f"(sum) : "memory");
+        if (lane == 0) store_shared_float(base + a.at.squares + (warp * kStreamRows + i) * 4, sum);
       }
     }
     __syncwarp();
@@ -212,71 +257,156 @@ struct Stream {
     }
   }
 
-  // One step of x and w: sums of 8 R rows.
-  __device__ __forceinline__ void step(float (&acc)[R][4], uint32_t w, int at) const {
-    const bool inside = at + quad * 16 < bytes;
-    const uint4 u = group < a.m ? load_shared_16(x + group * m_pitch + at + quad * 16) : uint4{};
+  static __device__ __forceinline__ uint4 read(const uint8_t* from) { return *reinterpret_cast<const uint4*>(from); }
+
+  // One slice of x and w. Products alternate between two sums, so that one need not wait for the last.
+  __device__ __forceinline__ void multiply_slice(float (&acc)[kGroups][2][4], const uint8_t* w, const uint8_t* x_from) const {
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const uint4 v = inside ? load_shared_16(w + (8 * r + group) * Shape::kPitch + quad * 16) : uint4{};
-      multiply<T>(acc[r], u.x, u.y, v.x, v.y);
-      multiply<T>(acc[r], u.z, u.w, v.z, v.w);
+    for (int s = 0; s < kSliceBytes / kStepBytes; ++s) {
+      const uint4 u = read(x_from + s * kStepBytes);
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const uint8_t* row = w + g * 16 * kSliceBytes + (((4 * s + quad) ^ own) * 16);
+        multiply_step(acc[g], read(row), read(row + 8 * kSliceBytes), u);
+      }
     }
+  }
+
+  static __device__ __forceinline__ void multiply_step(float (&acc)[2][4], const uint4& v, const uint4& t, const uint4& u) {
+    if constexpr (sizeof(T) == 2) {
+      multiply<T>(acc[0], v.x, t.x, v.y, t.y, u.x, u.y);
+      multiply<T>(acc[1], v.z, t.z, v.w, t.w, u.z, u.w);
+    } else {
+      widen_multiply(acc[0], v.x, t.x, u.x);
+      widen_multiply(acc[1], v.y, t.y, u.y);
+      widen_multiply(acc[0], v.z, t.z, u.z);
+      widen_multiply(acc[1], v.w, t.w, u.w);
+    }
+  }
+  static __device__ __forceinline__ void widen_multiply(float (&acc)[4], uint32_t low, uint32_t high, uint32_t x) {
+    const Widened v(low), t(high), u(x);
+    multiply<__half>(acc, v.lo, t.lo, v.hi, t.hi, u.lo, u.hi);
+  }
+
+  // The scales of this CTA's columns on their way to shared memory, and that of row threadIdx.x: behind the weights in flight a load takes
+  // microseconds.
+  __device__ __forceinline__ float load_scales() const {
+    const EpilogueParams& e = a.epilogue;
+    for (int i = threadIdx.x; i < (last - first) * Rows; i += kStreamThreads) {
+      const int unit = first + i / Rows, local = i % Rows, n = Gated ? unit * kColumns + local / 16 * 8 + local % 8 : unit * Rows + local;
+      const int64_t from = n + (Gated && local % 16 >= 8 ? a.columns : 0);
+      const uint32_t to = base + a.at.scales + (kStreamRows + i) * 4;
+      if (e.column_scale != nullptr && n < a.columns) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(e.column_scale + from * e.column_scale_step) : "memory");
+      } else {
+        store_shared_float(to, 1.f);
+      }
+    }
+    const int m = threadIdx.x;
+    return m < a.m && e.row_scale != nullptr ? load_l2(e.row_scale + m * e.row_scale_step) : 1.f;
+  }
+  // Once they are needed.
+  __device__ __forceinline__ void keep_scales(float row) const {
+    if (threadIdx.x < kStreamRows) store_shared_float(base + a.at.scales + threadIdx.x * 4, row);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  }
+  // What a kernel wrote that may have run beside this one is read past the L1.
+  static __device__ __forceinline__ float load_l2(const float* from) {
+    float x;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
+    return x;
   }
 
   __device__ __forceinline__ void run() const {
-    const int total = (last - first) * chunks;
-    if (lane <= Stages) barrier_init(barriers + lane * 8, 1);
+    if (lane <= a.stages) barrier_init(barriers + lane * 8, 1);
     barrier_init_fence();
     __syncwarp();
-#pragma unroll
-    for (int q = 0; q < Stages; ++q) {
-      if (q < total) load(q);
-    }
-    if (total <= Stages) pdl_trigger();
+    Piece next{bytes > 0 ? first : last, 0, 0};
+    for (int q = 0; q < a.stages && next.unit < last; ++q) load(next);
+    if (next.unit == last) pdl_trigger();
     if constexpr (Norm) touch_norm_weight();
     pdl_wait();
     load_x();
+    float row_scale = 1.f;
+    if constexpr (kScaled) row_scale = load_scales();
     prepare_x();
-    for (int unit = first, q = 0; unit < last; ++unit) {
-      float acc[R][4] = {};
-      for (int c = 0; c < chunks; ++c, ++q) {
-        barrier_wait(barriers + q % Stages * 8, q / Stages & 1);
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s) {
-          if (c * Chunk + s * kStepBytes < bytes) {
-            step(acc, ring + q % Stages * Shape::kStage + s * kStepBytes, c * Chunk + s * kStepBytes);
-          }
-        }
-        __syncwarp();
-        if (q + Stages >= total) continue;
-        if (q + Stages == total - 1) pdl_trigger();  // with the last load: the next kernel's loads come behind it
-        load(q + Stages);
-      }
-      // Two areas: a warp may be a unit ahead of one that still adds.
-      const uint32_t area = sums + (unit - first) % 2 * Shape::one_sum(a.m);
-      share_sums(acc, area);
+    Place place{};
+    for (int from = first, batch = 0; from < last; from += a.batch, ++batch) {
+      // Two areas: a warp may be a batch ahead of one that still adds.
+      const uint32_t area = base + a.at.sums + batch % 2 * a.batch * Shape::unit_sums(a.m);
+      for (int unit = from; unit < min(from + a.batch, last); ++unit)
+        multiply_unit(next, place, area + (unit - from) * Shape::unit_sums(a.m));
+      if (kScaled && batch == 0) keep_scales(row_scale);
       __syncthreads();
-      finish(unit, area);
+      finish(from, area);
     }
   }
 
-  __device__ __forceinline__ void share_sums(const float (&acc)[R][4], uint32_t area) const {
-    if (group >= a.m) return;
+  struct Place {
+    int stage;
+    uint32_t parity;
+  };
+
+  __device__ __forceinline__ void multiply_unit(Piece& next, Place& place, uint32_t area) const {
+    const uint8_t* w = shared + warp * a.stages * Shape::kStage + own * kSliceBytes;
+    // Rows of x past the last one are the last one again: no row of a product depends on another.
+    const uint8_t* x_own = shared + (x_row(min(group, a.m - 1)) - base) + quad * 16;
+    float acc[kGroups][2][4] = {};
+    for (int from = 0; from < bytes; from += Slices * kSliceBytes) {
+      barrier_wait(barriers + place.stage * 8, place.parity);
+      const uint8_t* const at = w + place.stage * Shape::kStage;
+      if (from + (Slices - 1) * kSliceBytes < bytes) {
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      store_shared_pair(area + ((warp * a.m + group) * kRows + 8 * r + 2 * quad) * 4, acc[r][0], acc[r][1]);
+        for (int s = 0; s < Slices; ++s) multiply_slice(acc, at + s * Shape::kSlice, x_own + from + s * kSliceBytes);
+      } else {
+        for (int s = 0; from + s * kSliceBytes < bytes; ++s) multiply_slice(acc, at + s * Shape::kSlice, x_own + from + s * kSliceBytes);
+      }
+      __syncwarp();
+      if (++place.stage == a.stages) place.stage = 0, place.parity ^= 1;
+      if (next.unit == last) continue;
+      load(next);
+      if (next.unit == last) pdl_trigger();  // with the last load: the next kernel's loads come behind it
+    }
+    share_sums(acc, area);
+  }
+
+  __device__ __forceinline__ void share_sums(const float (&acc)[kGroups][2][4], uint32_t area) const {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int m = 2 * quad + e;
+      if (m >= a.m) continue;
+      const uint32_t to = area + ((warp * a.m + m) * Rows + own) * 4;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        store_shared_float(to + g * 64, acc[g][0][e] + acc[g][1][e]);
+        store_shared_float(to + g * 64 + 32, acc[g][0][e + 2] + acc[g][1][e + 2]);
+      }
     }
   }
 
-  __device__ __forceinline__ float2 total_of(uint32_t area, int m, int local) const {
+  // Of a batch's rows, that of a column; gated: of the gate, the up projection's is eight rows further.
+  static __device__ __forceinline__ int row_of(int column) { return Gated ? column / 8 * 16 + column % 8 : column; }
+
+  // Sums of row m of x and two columns of a batch, from its row `row` of w on.
+  __device__ __forceinline__ float2 total_of(uint32_t area, int m, int row) const {
+    const uint32_t from = area + row / Rows * Shape::unit_sums(a.m) + (m * Rows + row % Rows) * 4;
     float2 sum{};
 #pragma unroll
     for (int w = 0; w < kStreamWarps; ++w) {
-      const float2 part = load_shared_pair(area + ((w * a.m + m) * kRows + local) * 4);
+      const float2 part = load_shared_pair(from + w * a.m * Rows * 4);
       sum.x += part.x, sum.y += part.y;
     }
     return sum;
+  }
+
+  // What scales row m and the two columns whose rows of w begin at `row`, counted from the CTA's first.
+  __device__ __forceinline__ float2 factors(int m, int row) const {
+    float factor = 1.f;
+    if constexpr (Norm) factor = row_factor(m);
+    if constexpr (!kScaled) return {factor, factor};
+    const float2 columns = load_shared_pair(base + a.at.scales + (kStreamRows + row) * 4);
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(factor) : "r"(base + a.at.scales + m * 4) : "memory");
+    return {factor * columns.x, factor * columns.y};
   }
 
   __device__ __forceinline__ float row_factor(int m) const {
@@ -284,40 +414,43 @@ struct Stream {
 #pragma unroll
     for (int w = 0; w < kStreamWarps; ++w) {
       float part;
-      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(part) : "r"(squares + (w * kStreamRows + m) * 4) : "memory");
+      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(part) : "r"(base + a.at.squares + (w * kStreamRows + m) * 4) : "memory");
       sum += part;
     }
     return rsqrtf(sum / static_cast<float>(a.row_bytes / static_cast<int>(sizeof(T))) + a.eps);
   }
 
-  __device__ __forceinline__ void finish(int unit, uint32_t area) const {
-    static_assert(kStreamRows * kColumns / 2 <= kStreamThreads, "a pair of columns for each thread");
-    const int m = threadIdx.x / (kColumns / 2), local = threadIdx.x % (kColumns / 2) * 2, n = unit * kColumns + local;
-    const int count = min(2, a.columns - n);
-    if (m >= a.m || count <= 0) return;
-    const Epilogue<T, 2> epilogue{a.epilogue};
-    float factor = 1.f;
-    if constexpr (Norm) factor = row_factor(m);
-    const float2 sum = total_of(area, m, local);
-    float v[2] = {sum.x * factor, sum.y * factor};
-    epilogue.scale(v, m, n, count);
-    if constexpr (Gated) {
-      const float2 other = total_of(area, m, local + kColumns);
-      float up[2] = {other.x * factor, other.y * factor};
-      epilogue.scale(up, m, a.columns + n, count);
-      epilogue.gate(v, up);
-    } else {
-      epilogue.activate(v);
+  __device__ __forceinline__ void finish(int from, uint32_t area) const {
+    EpilogueParams params = a.epilogue;
+    params.row_scale = params.column_scale = nullptr;  // they are in shared memory
+    const Epilogue<Out, 2> epilogue{params};
+    const int pairs = min(a.batch, last - from) * kColumns / 2;
+    for (int item = threadIdx.x; item < a.m * pairs; item += kStreamThreads) {
+      const int m = item / pairs, column = item % pairs * 2, n = from * kColumns + column, row = row_of(column);
+      const int count = min(2, a.columns - n), scales = (from - first) * Rows + row;
+      if (count <= 0) continue;
+      const float2 factor = factors(m, scales), sum = total_of(area, m, row);
+      float v[2] = {sum.x * factor.x, sum.y * factor.y};
+      epilogue.scale(v, m, n, count);
+      if constexpr (Gated) {
+        const float2 up_factor = factors(m, scales + 8), other = total_of(area, m, row + 8);
+        float up[2] = {other.x * up_factor.x, other.y * up_factor.y};
+        epilogue.scale(up, m, a.columns + n, count);
+        epilogue.gate(v, up);
+      } else {
+        epilogue.activate(v);
+      }
+      epilogue.finish(v, m, n, count);
+      store_columns(static_cast<Out*>(a.out) + static_cast<int64_t>(m) * a.columns + n, v, count, a.columns % 2 == 0);
     }
-    epilogue.finish(v, m, n, count);
-    store_columns(static_cast<T*>(a.out) + static_cast<int64_t>(m) * a.columns + n, v, count, a.columns % 2 == 0);
   }
 };
 
-template <class T, int R, int Chunk, int Stages, bool Gated, bool Norm>
-__global__ void __launch_bounds__(kStreamThreads, 2) skinny_stream_kernel(const __grid_constant__ StreamArgs args, const int units) {
-  extern __shared__ __align__(128) uint8_t shared[];
-  const Stream<T, R, Chunk, Stages, Gated, Norm> stream(args, smem_address(shared), units);
+template <class T, class Out, int Rows, int Slices, bool Gated, bool Norm>
+__global__ void __launch_bounds__(kStreamThreads, 1)
+    skinny_stream_kernel(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ StreamArgs args) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const Stream<T, Out, Rows, Slices, Gated, Norm> stream(args, &w_map, shared);
   stream.run();
 }
 

@@ -93,7 +93,10 @@ SIZES = [
     (63, 96, 1000),
     (64, 257, 512),
 ]
-LARGE = [(1, 3072, 2048), (5, 6144, 4096), (16, 40000, 512), (64, 4096, 1024), (64, 20000, 256), (17, 1280, 8192)]
+LARGE = [
+    *((1, 3072, 2048), (5, 6144, 4096), (16, 40000, 512), (64, 4096, 1024), (64, 20000, 256), (17, 1280, 8192)),
+    *((8, 8200, 1040), (3, 1281, 8208), (4, 4096, 14336), (8, 2056, 4112), (2, 16400, 2032)),
+]
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -112,7 +115,7 @@ def test_large(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("out", [BF16, FP16])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 16), (9, 72, 272), (64, 130, 1040)])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 16), (3, 100, 1040), (8, 8250, 1024), (9, 72, 272), (64, 130, 1040)])
 def test_fp8_with_scales(m: int, n: int, k: int, out: torch.dtype, device: str) -> None:
     x, w = normal(m, k, dtype=FP8), normal(n, k, dtype=FP8)
     scales = {"x_scale": normal(m).abs() + 0.1, "weight_scale": normal(n).abs() + 0.1}
@@ -180,10 +183,49 @@ def test_no_rows(device: str) -> None:
 
 
 @pytest.mark.gpu
+def test_fp8_gated() -> None:
+    """Scales of the gate's and the up projection's rows, in batches of one turn and of several."""
+    for m, n, k in ((1, 48, 528), (8, 28672, 256), (5, 1296, 8192)):
+        x, w = normal(m, k, dtype=FP8), normal(n, k, dtype=FP8)
+        scales = {"x_scale": normal(m).abs() + 0.1, "weight_scale": (normal(n).abs() + 0.1) * k**-0.5}
+        compare(x, w, "cuda", what=f"{m}x{n}x{k}", act="silu", gated=True, **scales)
+
+
+FILL = r"""
+extern "C" __global__ void fill(unsigned value, unsigned* out) {
+  extern __shared__ unsigned words[];
+  for (int i = threadIdx.x; i < 227 * 256; i += blockDim.x) words[i] = value;
+  __syncthreads();
+  if (words[threadIdx.x] != value) *out = 1;
+}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP8])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 40, 64), (3, 100, 1040), (7, 8200, 1056), (4, 1280, 8208), (16, 100, 1040), (64, 72, 528)])
+def test_what_shared_memory_held_before_is_not_used(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """All of it is NaN in any of these types (all ones, 0x7f7f) before the product."""
+    cupy = pytest.importorskip("cupy")
+    fill = cupy.RawKernel(FILL, "fill")
+    fill.max_dynamic_shared_size_bytes = 227 * 1024
+    x, w = normal(m, k, dtype=dtype).cuda(), normal(n, k, dtype=dtype).cuda()
+    y, bound = want(x.cpu(), w.cpu())
+    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+    for value in (0xFFFFFFFF, 0x7F7F7F7F):
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            fill((264,), (256,), (cupy.uint32(value), flag.data_ptr()), shared_mem=227 * 1024)
+        got = skinny_linear(x, w)
+        rounding = EPS[got.dtype] * (1 + EPS[got.dtype])
+        assert_close(got, y, rtol=rounding, atol=bound * (1 + rounding) + torch.finfo(got.dtype).smallest_normal * EPS[got.dtype])
+    assert flag.item() == 0
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (1280, 8192), (20000, 512), (40, 1024)])
 def test_a_row_has_the_same_bits_in_every_batch_of_its_kernel_and_in_every_run(n: int, k: int, dtype: torch.dtype) -> None:
-    """Up to 8 rows and from 9 on."""
+    """Up to 8 rows, where x fits, and from 9 on."""
     x, w = normal(64, k, dtype=dtype).cuda(), normal(n, k, dtype=dtype).cuda()
     given = {} if dtype == FP8 else {"norm_weight": normal(k, dtype=dtype).cuda(), "eps": 1e-6}
     for extra in ({}, given):
