@@ -77,8 +77,12 @@ struct RowSoftmax {
   __device__ __forceinline__ void raise_over(const float (&s)[Size], float scale, const bool (&over)[2], float (&factor)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const uint32_t quad = __ballot_sync(0xffffffffu, over[h]) >> (threadIdx.x % 32 & ~3u) & 15u;
-      const float next = quad != 0 ? row_max(s, h) * scale : reference[h];
+      const uint32_t all = __ballot_sync(0xffffffffu, over[h]), quad = all >> (threadIdx.x % 32 & ~3u) & 15u;
+      float next = reference[h];
+      if (all != 0) {  // the whole warp looks, since its shuffles are the whole warp's
+        const float most = row_max(s, h) * scale;
+        if (quad != 0) next = most;
+      }
       factor[h] = quad != 0 ? exp2_fast(reference[h] - next) : 1.f;
       reference[h] = next;
       sum[h] *= factor[h];

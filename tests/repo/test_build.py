@@ -19,9 +19,9 @@ LIBRARY = ROOT / "pyllm" / "_kernels.so"
 needs_library = pytest.mark.skipif(toolchain.find_cuda_home() is None and not LIBRARY.exists(), reason="no nvcc here, no kernel library")
 
 SPILLS_ALLOWED: dict[str, tuple[int, str]] = {
-    "PrefillShape<64": (188, "blocks of 192 keys are faster with it than of 160 without (docs/attention.md)"),
+    "PrefillShape<64": (204, "blocks of 192 keys are faster with it than of 160 without (docs/attention.md)"),
     "PrefillShape<256": (36, "a few registers of the form with window, softcap and masks"),
-    "PrefillShape<96": (4, "one register"),
+    "PrefillShape<96": (8, "two registers"),
     "PrefillShape<192, 128": (4, "one register"),
 }
 """Shape of a kernel (its name without the dtype) -> bytes a thread may store, and why. Every other kernel may not spill."""
