@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pyllm.api.text import TextOutput
 from pyllm.runtime.request import Request, Timing, TokenLogprob
+from pyllm.runtime.wake import wake
 
 if TYPE_CHECKING:
     from pyllm.load.tokenizer import Tokenizer
@@ -133,9 +133,8 @@ class RequestOutput:
             self._version += 1
             self._changed.notify_all()
             waiters, self._waiters = self._waiters, []
-        for loop, event in waiters:
-            with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits, and the engine's thread goes on
-                loop.call_soon_threadsafe(event.set)
+        if waiters:
+            wake(waiters)
 
     def _look(self) -> RequestOutput:
         with self._changed:  # several threads may wait for one request

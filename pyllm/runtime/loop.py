@@ -10,6 +10,7 @@ import torch
 
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.request import Request
+from pyllm.runtime.wake import together
 
 
 class EngineLoop:
@@ -79,7 +80,8 @@ class EngineLoop:
                 continue
             self._step_began = time.monotonic()
             try:
-                engine.step()
+                with together():
+                    engine.step()
             except Exception as error:  # whatever a model raises ends the requests at hand, not the process
                 engine.fail(f"a step of the engine failed: {type(error).__name__}: {error}")
             self._step_began = 0.0
