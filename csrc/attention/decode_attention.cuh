@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas) decode_attention_kernel
   static_assert(sizeof(MergeShared<S>) == S::kMerge && S::kRing % 16 == 0);
 
   prefetch_indices<S>(p);
-  pdl_wait();
+  if (!p.beside) pdl_wait();
   pdl_trigger();
   const Run run = locate(p, scratch);
   const int worker = run.worker, shift = run.shares.shift, rank = blockIdx.x & ((1 << shift) - 1);
@@ -50,6 +50,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas) decode_attention_kernel
   Cursor at = run.at;
   if (at.left == 0) {
     write_empty_rows(p);
+    if (p.beside) pdl_wait();
     return;
   }
   Loader<S> loader{at, rank, shift};
@@ -105,6 +106,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas) decode_attention_kernel
     rows.begin(p, at, lane);
     rows.convert(p);
   }
+  if (p.beside) pdl_wait();  // who waits for this kernel has waited for the one before it
 }
 
 }  // namespace pyllm::attention

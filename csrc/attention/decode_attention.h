@@ -47,6 +47,7 @@ struct DecodeAttentionParams {
   DType dtype;              // kBF16 or kFP16
   DecodeCache cache;        // what the caches hold
   bool invariant;           // the bits of a row do not depend on the other sequences
+  bool beside;              // the launch before it writes nothing that this one reads or writes: waited for at the end alone
   bool leave_padding;       // rows of q past q_starts[B] are not written
   int clusters;             // of the grid
   int workers;              // of 2^cut_shift CTAs each; with lanes, groups of them

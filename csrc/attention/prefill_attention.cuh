@@ -445,6 +445,7 @@ __global__ void __launch_bounds__(Shape::Threads, 1)
   }
   __syncthreads();
   if (!p.beside) pdl_wait();
+  if (p.leading_rows > 0) pdl_trigger();  // once all CTAs are here, whatever was ahead of this launch has ended
   if (threadIdx.x < 128) {
     registers_down<Shape::ProducerRegisters>();
     if (threadIdx.x < 32) {
@@ -504,8 +505,9 @@ void launch_prefill(PrefillAttentionParams p, cudaStream_t stream) {
   const CUtensorMap v = keys_map<Shape>(p, "v", p.v, Shape::Dv, p.v_token_stride, p.v_head_stride, p.v_page_stride, box);
   const int64_t sms = prefill_sms(), most = (p.tokens / Shape::M + std::min<int64_t>(p.batch, p.tokens)) * p.heads;
   if (most >= 1 << kCountBits) throw std::runtime_error("prefill_attention: q has more than 2^24 tiles, expected fewer tokens or heads");
+  const int64_t ctas = p.leading_rows > 0 ? (p.leading_rows + Shape::M - 1) / Shape::M * p.heads : most;
   const LaunchShape shape{
-      .grid = dim3(static_cast<unsigned>(std::max<int64_t>(1, std::min(sms, most)))), .block = dim3(Shape::Threads), .smem = Shape::Bytes};
+      .grid = dim3(static_cast<unsigned>(std::max<int64_t>(1, std::min(sms, ctas)))), .block = dim3(Shape::Threads), .smem = Shape::Bytes};
   launch("prefill_attention", shape, stream, prefill_kernel<Shape>, p, q, k, v, box);
 }
 

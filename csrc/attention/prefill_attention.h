@@ -53,6 +53,7 @@ struct PrefillAttentionParams {
   int skip_rows;                 // sequences with at most so many rows are neither read nor written
   bool causal;                   // a row sees keys <= p
   bool beside;                   // the launch before it writes nothing that this one reads or writes: waited for at the end alone
+  int leading_rows;              // > 0: the next launch runs beside this one, which takes the SMs that a prompt of so many rows fills
   float scale;                   // of the scores
   float softcap;                 // 0: none
   DType dtype;                   // of q, k, v: kBF16, kFP16, kE4M3

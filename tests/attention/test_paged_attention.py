@@ -119,8 +119,8 @@ def test_composition_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     want = call(attention._attention_composition, batch, q, k, v, 0.2)
     monkeypatch.setattr(attention, "_SCORE_BYTES", 1)
     got = call(attention._attention_composition, batch, q, k, v, 0.2)
-    for g, w in zip(got, want, strict=True):
-        assert_close(g, w, atol=1e-6)
+    for g, w in zip(got, want, strict=True):  # a matrix product of other sizes may add in another order
+        assert_close(g, w, atol=bounds(q.dtype, 5.0, 33)[0])
 
 
 def test_opcheck_and_compile() -> None:
@@ -313,3 +313,33 @@ def test_what_follows_a_mixed_step_sees_all_of_it_in_a_graph(cache: torch.dtype)
         graph.replay()
         torch.cuda.synchronize()
         assert_close(after, out.double(), rtol=2 * EPS[torch.bfloat16], what=f"replay {seed}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("before", [0, 9000])
+def test_a_prompt_that_goes_first_in_a_graph(before: int) -> None:
+    """80 decodes of 40 keys fill the GPU, a prompt of 40 rows does not, so it goes first and decode runs beside it: without a wait for q,
+    which the kernel ahead of both has just written, and done long before it where the prompt's rows see 9,000 keys. What follows must find
+    all rows. Against the two ops by themselves: each is within 2 u sum p |v| of the exact result, with |v| below 5."""
+    batch = ragged_batch([1] * 80 + [40], [40] * 80 + [before + 40], page_size=64, seed=0)
+    k, v = (t.cuda() for t in filled_pools(batch, KV, 128, torch.bfloat16, seed=1))
+    q = normal(120, 4, 128, dtype=torch.bfloat16, seed=2).cuda()
+    table, starts, lens = (t.cuda() for t in (batch.page_table, batch.q_starts, batch.kv_lens))
+    prompt = torch.tensor([0, 40], dtype=torch.int32, device="cuda")
+
+    def run() -> tuple[Tensor, Tensor]:
+        out = ops.paged_attention(ops.softcap(q.view(120, -1), 1e4).view_as(q), k, v, table, starts, lens, scale=0.1)[0]
+        return out, ops.softcap(out.view(120, -1), 1e4).view_as(out)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, after = run()
+    for seed in range(10):
+        q.copy_(normal(120, 4, 128, dtype=torch.bfloat16, seed=seed))
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        decodes = ops.decode_attention(q[:80], k, v, table[:80], starts[:81], lens[:80], scale=0.1)[0]
+        chunk = ops.prefill_attention(q[80:], k, v, prompt, page_table=table[80:], kv_lens=lens[80:], scale=0.1)[0]
+        assert_close(after, torch.cat([decodes, chunk]).double(), atol=4 * EPS[torch.bfloat16] * 5, what=f"replay {seed}")
