@@ -32,6 +32,15 @@ __device__ __forceinline__ void prefetch_indices(const DecodeAttentionParams& p)
   }
 }
 
+// No cache has the parameters of a launch yet, and their lines come one by one, each when it is first asked for: better before the wait for
+// the kernel ahead than behind it.
+__device__ __forceinline__ void warm_parameters(const DecodeAttentionParams& p) {
+  constexpr int kLine = 64;
+  const auto* const words = reinterpret_cast<const uint32_t*>(&p);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(p)) / 4; i += kLine / 4) asm volatile("" ::"r"(words[i]));
+}
+
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, S::kCtas) decode_attention_kernel(const __grid_constant__ DecodeAttentionParams p) {
   extern __shared__ __align__(128) uint8_t decode_smem[];
@@ -41,6 +50,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas) decode_attention_kernel
   static_assert(sizeof(MergeShared<S>) == S::kMerge && S::kRing % 16 == 0);
 
   prefetch_indices<S>(p);
+  warm_parameters(p);
   if (!p.beside) pdl_wait();
   pdl_trigger();
   const Run run = locate(p, scratch);
@@ -56,14 +66,15 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas) decode_attention_kernel
   Loader<S> loader{at, rank, shift};
   loader.seek(p, warp, lane);
   Rows<S> rows;
-  rows.begin(p, at, lane);
+  rows.ask(p, at, lane);
 #pragma unroll 1
   for (int i = 0; i < S::kSlots; ++i) {
     loader.issue(p, warp, lane, ring + i * S::kHalf);
     copy_commit();
   }
+  rows.clear(p, at, lane);
   rows.convert(p);
-  write_empty_rows(p);
+  if (run.empty_rows) write_empty_rows(p);
 
   merger.begin();
   int slot = 0;
@@ -98,12 +109,19 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas) decode_attention_kernel
       while (run.shares.begin(worker + 1 + pieces) < end) ++pieces;
     }
     const bool more = at.more();
+    Cursor following = at;
+    const auto ask_ahead = [&] {
+      following.next_segment(p);
+      rows.ask(p, following, lane);
+    };
+    constexpr bool kEarly = S::kCtas > 1;  // queries take 2,000 clocks in a busy GPU; other shapes lack the registers
+    if (kEarly && more) ask_ahead();
     merger.finish(p, at, rows, pieces, more, warp, lane);
     if (!more) break;
-    const int b = at.b, numbers = numbers_of(p, at.s);
-    at.next_segment(p);
-    if (at.b != b) before += numbers;
-    rows.begin(p, at, lane);
+    if (!kEarly) ask_ahead();
+    if (following.b != at.b) before += numbers_of(p, at.s);
+    at = following;
+    rows.clear(p, at, lane);
     rows.convert(p);
   }
   if (p.beside) pdl_wait();  // who waits for this kernel has waited for the one before it

@@ -131,7 +131,7 @@ struct Merger {
       barrier_init(smem_address(&shared.free), 1 << shift);
       barrier_init_fence();
     }
-    __syncthreads();
+    __syncwarp();
     cluster_arrive();
   }
 

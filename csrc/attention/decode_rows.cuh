@@ -24,8 +24,8 @@ struct Rows {
   float o[S::kRowTiles][S::kBlocks][4];
   float score_scale, cap;  // exponent = s * score_scale, or cap * tanh(s * score_scale)
 
-  __device__ __forceinline__ void begin(const DecodeAttentionParams& p, const Cursor& at, int lane) {
-    constexpr float kLog2E = 1.4426950408889634f;
+  // Asks for the query rows of a segment.
+  __device__ __forceinline__ void ask(const DecodeAttentionParams& p, const Cursor& at, int lane) {
     const int r = lane / 4, j = lane % 4;
 #pragma unroll
     for (int n = 0; n < S::kRowTiles; ++n) {
@@ -45,9 +45,17 @@ struct Rows {
           q[n][d][1] = *reinterpret_cast<const uint32_t*>(from + d * 16 + j * 2 + 8);
         }
       }
+    }
+  }
+
+  // Nothing gathered yet.
+  __device__ __forceinline__ void clear(const DecodeAttentionParams& p, const Cursor& at, int lane) {
+    constexpr float kLog2E = 1.4426950408889634f;
+#pragma unroll
+    for (int n = 0; n < S::kRowTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const QueryRow column = query_row(p, at, n * kRowTile + j * 2 + e);
+        const QueryRow column = query_row(p, at, n * kRowTile + lane % 4 * 2 + e);
         high[n][e] = column.exists ? at.s.length - at.s.rows + column.j : -1;
         top[n][e] = -INFINITY;
         sum[n][e] = 0.f;
@@ -64,7 +72,7 @@ struct Rows {
     cap = p.softcap * kLog2E;
   }
 
-  // Once the keys are under way: what begin() has asked for is not touched before.
+  // Once the keys are under way: what ask() has asked for is not touched before.
   __device__ __forceinline__ void convert(const DecodeAttentionParams& p) {
     if (!S::kWide || !is_bf16<S>(p)) return;
 #pragma unroll

@@ -46,6 +46,11 @@ __device__ __forceinline__ int segments_of(const DecodeAttentionParams& p, const
   return s.steps > 0 ? (p.lanes > 1 ? 1 : p.kv_heads) * chunks_of(p, s) : 0;
 }
 
+// Rows without keys.
+__device__ __forceinline__ bool is_empty(const DecodeAttentionParams& p, const Sequence& s) {
+  return s.steps == 0 && s.rows > 0 && s.rows <= p.max_q;
+}
+
 // Of all segments of a sequence.
 __device__ __forceinline__ int numbers_of(const DecodeAttentionParams& p, const Sequence& s) { return s.cost() * segments_of(p, s); }
 
@@ -134,15 +139,16 @@ struct LocateScratch {
 struct Run {
   Cursor at;
   Shares shares;
-  int worker;  // its number
-  int before;  // numbers ahead of sequence at.b
+  int worker;       // its number
+  int before;       // numbers ahead of sequence at.b
+  bool empty_rows;  // write_empty_rows has something to do
 };
 
 // The run of a worker from the numbers of its borders. b, before: the sequences of the borders and the numbers ahead of them, without a
 // meaning for a border at `total`; first: the first of these sequences.
 __device__ __forceinline__ Run run_of(const DecodeAttentionParams& p, const Shares& shares, int worker, int total, int (&border)[2],
                                       const int (&b)[2], const int (&before)[2], const Sequence& first) {
-  Run run{{{}, 0, 0, 0, 0, 0}, shares, worker, 0};
+  Run run{{{}, 0, 0, 0, 0, 0}, shares, worker, 0, true};
   if (border[0] >= total) return run;
   run.at.b = b[0];
   run.at.s = first;
@@ -201,20 +207,25 @@ __device__ __forceinline__ Run locate(const DecodeAttentionParams& p, LocateScra
     first.low = __shfl_sync(kAllLanes, s.low, at[0]);
     first.steps = __shfl_sync(kAllLanes, s.steps, at[0]);
     first.first = first.low >> p.step_shift;
-    return run_of(p, shares, worker, total, border, at, ahead, first);
+    Run run = run_of(p, shares, worker, total, border, at, ahead, first);
+    const bool last = lane == p.batch - 1 && !p.leave_padding && s.q_start + s.rows < p.tokens;
+    run.empty_rows = __any_sync(kAllLanes, last || is_empty(p, s));
+    return run;
   }
   const int each = (p.batch + Warps * 32 - 1) / (Warps * 32);
   const int first = min(static_cast<int>(threadIdx.x) * each, p.batch), last = min(first + each, p.batch);
   int own = 0, segments = 0;
+  bool empty = !p.leave_padding && threadIdx.x == 0 && p.q_starts[p.batch] < p.tokens;
   for (int b = first; b < last; ++b) {
     const Sequence s = sequence_at(p, b);
     own += numbers_of(p, s);
     segments += segments_of(p, s);
+    empty |= is_empty(p, s);
   }
   segments = __reduce_add_sync(kAllLanes, segments);
   int upto = sum_upto(own, lane);
   if (lane == 31) shared.sums[warp] = upto, shared.segments[warp] = segments;
-  __syncthreads();
+  empty = __syncthreads_or(empty);
   int total = 0;
   segments = 0;
 #pragma unroll
@@ -239,7 +250,9 @@ __device__ __forceinline__ Run locate(const DecodeAttentionParams& p, LocateScra
   __syncthreads();
 #pragma unroll
   for (int side = 0; side < 2; ++side) at[side] = border[side] < total ? shared.b[side] : 0, ahead[side] = shared.before[side];
-  return run_of(p, shares, worker, total, border, at, ahead, sequence_at(p, at[0]));
+  Run run = run_of(p, shares, worker, total, border, at, ahead, sequence_at(p, at[0]));
+  run.empty_rows = empty;
+  return run;
 }
 
 // The query row `row` (0 .. 2^chunk_shift - 1) of a chunk: row j of the sequence and head.
