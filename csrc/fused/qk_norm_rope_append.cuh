@@ -5,8 +5,8 @@
 // Layout: Lanes neighbouring lanes own a head, each two chunks of 8 values: one of either half of the rotation, so that a pair lives in
 // one thread and its cosines serve both. A CTA owns one token and Threads / Lanes heads per pass; a thread keeps the loads of all its
 // passes in flight and reads the cosines of its token once. Sums of squares: 16 values in the thread, then a butterfly over the lanes.
-// Best measured: rope_halves.cuh, which takes the common case: H200, T = 8192, 32 + 2 * 8 heads of 128, bf16: 95.5 % of a copy of the same
-// bytes, fp8 cache 97.6 %, with the norm 94.5 %.
+// Measured: rope_halves.cuh, which takes the common case: H200, T = 8192, 32 + 2 * 8 heads of 128, bf16: 95.7 % of a copy of the same
+// bytes, fp8 cache 95.2 %, with the norm 94.0 %.
 // Limits: D a multiple of 8, at most 256. Rotations whose halves are not whole chunks (R % 16 != 0; interleaved: R % 8 != 0) take
 // Chunked = false: it reads the partner of each value again, by scalar loads.
 #pragma once

@@ -6,8 +6,8 @@
 // keeps cosines and sines, times the norm weights of the kind, in registers. V in the dtype of the cache is copied as it is.
 // Many tokens, rope_bulk_kernel: one asynchronous copy brings the heads of a CTA to shared memory, so that the bytes in flight cost no
 // registers and one instruction. Few tokens, rope_halves_kernel: a warp has one pass and loads it directly, which is a shorter chain.
-// Best measured: H200, T = 8192, 32 + 2 * 8 heads of 128, bf16, as the share of a copy of the same bytes: 95.5 %, fp8 cache 97.6 %, with
-// the norm 94.5 % (slots in order: 95.8 % and, with the norm, 94.9 %).
+// Measured: H200, T = 8192, 32 + 2 * 8 heads of 128, bf16, as the share of a copy of the same bytes: 95.7 %, fp8 cache 95.2 %, with the
+// norm 94.0 % (slots in order: 96.2 % and, with the norm, 95.9 %).
 // Limits: those above, norm weights at multiples of 16 bytes; the launch hands everything else to qk_norm_rope_append_kernel.
 #pragma once
 #include "common/dispatch.h"
