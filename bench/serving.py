@@ -228,17 +228,18 @@ def _measure_all(models: Sequence[str], rows: Sequence[Row], against: str | None
         lookups = [r for r in mine if r.kind == "lookup"]  # two engines of their own, in a process of their own
         ours, peers = {}, {}
         for name, some in (("pyllm", [r for r in mine if r not in lookups]), ("pyllm", lookups), (against, mine)):
-            if some and name:
-                log = logs / f"serving_{name}_{'lookup_' * (some is lookups)}{model}.log"
-                (ours if name == "pyllm" else peers).update(_collect(name, model, some, log, end))
+            if not some or not name:
+                continue
+            log = logs / f"serving_{name}_{'lookup_' * (some is lookups)}{model}.log"
+            (ours if name == "pyllm" else peers).update(_collect(name, model, some, log, end))
+            for row in (row for row in mine if row.name in ours):
+                stated = {"row": row.name, "unit": row.unit, "goal": row.goal, "goal_ratio": row.ratio}
+                peer = {"vllm": peers.get(row.name, {}).get("value")}
+                records[row.name] = stated | ours[row.name] | peer | {k: about[k] for k in ("gpu", "torch", "commit", "time", "command")}
+            ordered = [records[r.name] for r in ROWS if r.name in records]
+            RESULTS.write_text("".join(json.dumps(r) + "\n" for r in ordered))  # each time: what comes later may be ended from outside
         failed += len(mine) - len(ours)
-        for row in (row for row in mine if row.name in ours):
-            stated = {"row": row.name, "unit": row.unit, "goal": row.goal, "goal_ratio": row.ratio}
-            peer = {"vllm": peers.get(row.name, {}).get("value")}
-            records[row.name] = stated | ours[row.name] | peer | {k: about[k] for k in ("gpu", "torch", "commit", "time", "command")}
-    ordered = [records[r.name] for r in ROWS if r.name in records]
-    RESULTS.write_text("".join(json.dumps(r) + "\n" for r in ordered))
-    print("\n".join(table(ordered)))
+    print("\n".join(table(read())))
     return 1 if failed else 0
 
 

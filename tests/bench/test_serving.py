@@ -166,6 +166,31 @@ def test_a_missing_peer_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "vLLM is not installed" in capsys.readouterr().err
 
 
+def test_what_was_measured_is_kept_when_a_later_engine_ends_it_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours first, its lookup rows, then the peer: each adds to the records."""
+    rows = [r for r in serving.ROWS if r.model == "8b-fp8"]
+    monkeypatch.setattr(serving, "RESULTS", tmp_path / "serving.jsonl")
+    monkeypatch.setattr(serving, "ROOT", tmp_path)
+    about = {"gpu": "GPU", "torch": "2.11", "commit": "abc", "time": "2026-01-01T00:00:00Z", "command": "c"}
+    monkeypatch.setattr("bench.machine.describe", lambda *_: about)
+    asked = []
+
+    def collect(name: str, model: str, some: list[serving.Row], log: Path, end: float) -> dict[str, dict[str, Any]]:
+        asked.append((name, len(some), len(serving.read())))
+        if name == "vllm" and len(asked) > 3:
+            raise KeyboardInterrupt
+        return {r.name: {"value": 2.0 if name == "pyllm" else 1.0} for r in some if name == "pyllm" or r.kind == "throughput"}
+
+    monkeypatch.setattr(serving, "_collect", collect)
+    assert serving._measure_all(["8b-fp8"], rows, "vllm", 1e9) == 0
+    assert asked == [("pyllm", len(rows) - 1, 0), ("pyllm", 1, len(rows) - 1), ("vllm", len(rows), len(rows))]
+    assert [r["row"] for r in serving.read()] == [r.name for r in rows]
+    assert {r["vllm"] for r in serving.read() if "x (" in r["row"]} == {1.0}
+    with pytest.raises(KeyboardInterrupt):
+        serving._measure_all(["1b-bf16"], [r for r in serving.ROWS if r.model == "1b-bf16"], "vllm", 1e9)
+    assert {r["row"] for r in serving.read()} >= {r.name for r in serving.ROWS if r.model == "1b-bf16"}
+
+
 def test_records_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "RESULTS", tmp_path / "serving.jsonl")
     assert serving.read() == []
