@@ -9,7 +9,7 @@ import torch
 from pyllm import ops
 from tests.attention.decode_cases import BF16, FP8, OPTIONS, S8, call, compare, make, oracle, scales_of, sinks_of, tree_mask
 from tests.support.compare import assert_same
-from tests.support.generate import HUGE, RaggedBatch, normal
+from tests.support.generate import HUGE, RaggedBatch, normal, poison_allocator
 
 TREES = [([8, 1, 5, 0, 8], [700, 65, 5, 40, 129]), ([33, 64], [900, 64]), ([3] * 40, [3 + 17 * i for i in range(40)])]
 
@@ -69,6 +69,36 @@ def test_invariant(sequences: int, window: int | None, cache: torch.dtype, D: in
                              alone.slots, alone.pages, 32)  # fmt: skip
         for g, w in zip(call(narrow, q[part], k, v, **options), got, strict=True):
             assert_same(g, w[part], f"sequence {b}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", [BF16, FP8])
+@pytest.mark.parametrize("case", ["plain", "all"])
+@pytest.mark.parametrize(("H", "K"), [(8, 2), (12, 3), (8, 8), (32, 8)])
+def test_many_sequences_whose_heads_are_read_side_by_side(H: int, K: int, case: str, cache: torch.dtype) -> None:
+    """Enough segments that a worker is a CTA for each KV head. Up to 8 rows a sequence, of which a group of 4 makes up to four chunks where
+    the launch expects one row, as that of a mixed step does; some have no keys, some no rows, some rows belong to none; the longest
+    segments are cut."""
+    rows = [(1, 1, 8, 0, 3)[b % 5] for b in range(140)]
+    lengths = [8 + 29 * b % 700 for b in range(138)] + [6000, 8]
+    full, q, k, v = make(rows, lengths, H, K, 128, 64, BF16, cache, spare=5)
+    kv_lens = full.kv_lens.clone()
+    kv_lens[5::11] = 0
+    batch = RaggedBatch(full.q_starts, kv_lens, full.page_table, full.positions, full.slots, full.pages, full.page_size)
+    options = sinks_of(OPTIONS[case], H) | scales_of(cache, K)
+    at, moved = batch.to("cuda"), {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+
+    def mixed() -> tuple[torch.Tensor, torch.Tensor]:
+        return ops.paged_attention(q.cuda(), k.cuda(), v.cuda(), at.page_table, at.q_starts, at.kv_lens, scale=128**-0.5, **moved)
+
+    for run in (lambda: call(batch, q, k, v, max_q=8, **options), mixed):
+        poison_allocator(q.shape, BF16, "cuda")
+        got = run()
+        compare((got[0][: batch.T], got[1][: batch.T]), batch, q[: batch.T], k, v, **options)
+        assert_same(got[0][batch.T :], torch.zeros_like(got[0][batch.T :]))
+        assert (got[1][batch.T :] == -torch.inf).all()
+        for one, two in zip(got, run(), strict=True):
+            assert_same(one, two, "two runs")
 
 
 @pytest.mark.gpu
