@@ -78,7 +78,7 @@ def case(name: str, rows: int, fp8: bool) -> Case:
 
     goal = GOALS.get((name, "fp8" if fp8 else "bf16")) if rows == 1 else None
     return Case(
-        name=f"{name}, {rows} rows, {KEYS} keys",
+        name=f"{name} {'fp8' if fp8 else 'bf16'}, {rows} rows, {KEYS} keys",
         dtype="fp8" if fp8 else "bf16",
         bytes=bytes_of(name, rows, fp8),
         make=make,
