@@ -77,14 +77,19 @@ class PrefillConsumer {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) o[i] = 0.f;
 
-    skip(tile.end - end, end > low ? tile.end - end : tile.end - end - 1);
     if constexpr (Shape::InOrder) {
+      skip_in_order(tile.end - end);
+      begin_turn();
       blocks_in_order(tile, slot, low, end, softmax, o);
+      end_turn();
+      if (end <= low) release_rows(slot);
+      skip_in_order(low - tile.low);
     } else {
+      skip(tile.end - end, end > low ? tile.end - end : tile.end - end - 1);
       if (end > low) blocks(tile, slot, low, end, softmax, o);
+      if (end <= low) release_rows(slot);
+      skip(low - tile.low, low - tile.low);
     }
-    if (end <= low) release_rows(slot);
-    skip(low - tile.low, low - tile.low);
     store(tile, softmax, o);
   }
 
@@ -99,6 +104,16 @@ class PrefillConsumer {
       release(Shape::KEmpty, use_);
       wait_full(Shape::VFull, use_, false);
       release(Shape::VEmpty, use_);
+    }
+  }
+
+  // The same in order: one turn a block, besides the one of the tile's first scores. The slots go before the turn, since whoever has it
+  // may wait for them.
+  __device__ __forceinline__ void skip_in_order(int count) {
+    for (int i = 0; i < count; ++i) {
+      skip(1, 0);
+      begin_turn();
+      end_turn();
     }
   }
 
@@ -166,7 +181,8 @@ class PrefillConsumer {
     ++use_;
   }
 
-  // Scores, weights and values of a block one after the other: the other warpgroups fill the tensor cores meanwhile.
+  // Scores, weights and values of a block one after the other: the other warpgroups fill the tensor cores meanwhile. With turns, the values
+  // of a block and the scores of the next one are one turn, so that two warpgroups are in their softmax while the third has the products.
   __device__ __forceinline__ void blocks_in_order(const PrefillTile& tile, int slot, int low, int end, RowSoftmax& softmax,
                                                   float (&o)[kValues]) {
     static_assert(Shape::Plain);
@@ -196,6 +212,7 @@ class PrefillConsumer {
     uint32_t w[Width / 4];
     wait_full(Shape::KFull, use_, k_here);
     issue_scores(s, rows_of(slot), use_);
+    end_turn();
     wgmma_wait<0>();
     wgmma_pin(s);
     release(Shape::KEmpty, use_);
@@ -216,6 +233,7 @@ class PrefillConsumer {
     uint32_t w[kScores / 2];
     wait_full(Shape::KFull, use_, k_here);
     issue_scores(s, rows_of(slot), use_);
+    end_turn();
     wgmma_wait<0>();
     wgmma_pin(s);
     const bool v_here = is_full(Shape::VFull, use_);
@@ -243,6 +261,7 @@ class PrefillConsumer {
   __device__ __forceinline__ void add_values(const uint32_t (&w)[Size], bool v_here, int keys, float (&o)[kValues]) {
     wait_full(Shape::VFull, use_, v_here);
     if (keys < Shape::N) zero_tail(keys);
+    begin_turn();
     issue_values(o, w, use_);
     wgmma_wait<0>();
     wgmma_pin(o);
