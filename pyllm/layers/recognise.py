@@ -19,9 +19,10 @@ from pyllm.ops.step_checks import most_rows, size_problem
 
 Formats = Callable[[str, Linear], Format]
 """The format of the Linear at a path."""
-BF16_AHEAD, FP8_AHEAD = 1, 0
-"""Rows of a step. One kernel takes 840 us where the ops take 898 (Llama 3.2 1B, bf16, one request, 1k keys, one H200); with four requests
-1,064 and 1,005."""
+AHEAD_ROWS, AHEAD_WIDTH = (1, 2), 2048
+"""Rows of a step up to which one kernel is faster for bf16 weights: of any model, and of models up to that width. Engine steps at 1k keys
+on one H200, ops and one kernel, us: Llama 3.2 1B, 1 row 845 and 723, 2 rows 883 and 814, 3 rows 934 and 952, 4 rows 939 and 1,030; 3B,
+2,052 and 1,855, 2,127 and 2,124; 3.1 8B, 3,910 and 3,830, 4,135 and 4,212. In e4m3 it is slower: 8B, 2,506 and 2,618, 2,605 and 2,974."""
 CACHES = (torch.bfloat16, torch.float8_e4m3fn)
 _ATTN = {"own_kv": True, "whole_norm": False, "window": None, "softcap": None, "sinks": False, "o_bias": False, "variant": None}
 _ALIKE = ("heads", "kv_heads", "head_dim", "rope", "qkv_bias", "qk_norm", "softmax_scale")
@@ -47,7 +48,9 @@ def rows_served(spec: Decoder) -> int:
 def rows_ahead(spec: Decoder, formats: Formats) -> int:
     """Sequences of a step up to which one kernel is measured faster, of a declaration that is served."""
     path, linear = next((path, s) for path, s in walk(spec) if isinstance(s, Linear) and s is not spec.head)
-    return min(rows_served(spec), FP8_AHEAD if type(formats(path, linear)) is Fp8 else BF16_AHEAD)
+    if type(formats(path, linear)) is Fp8:
+        return 0
+    return min(rows_served(spec), AHEAD_ROWS[spec.embed.d <= AHEAD_WIDTH])
 
 
 def _problems(spec: Spec, formats: Formats) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,10 @@ from pyllm.api.dummy import DummyWeights
 from pyllm.layers import MLP, Attn, Decoder, Dense, Fp8, LayerNorm, QuantPlan, Sub, Sum, bind, rewrite
 from pyllm.layers.formats import resolve
 from pyllm.layers.one_kernel import OneKernel, bound_not_served, in_one_kernel
-from pyllm.layers.recognise import not_served
+from pyllm.layers.recognise import not_served, rows_ahead
 from pyllm.models import REGISTRY, spec_from_config
-from tests.step.cases import BF16, E4M3, MODELS, bound, declare
+from pyllm.plan.explain import explain
+from tests.step.cases import BF16, E4M3, MODELS, bound, declare, shape
 
 ATTN = "model.layers.0.self_attn"
 TAKEN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -190,6 +192,20 @@ def test_dtypes_and_ranks() -> None:
     assert why(spec, dtype=torch.float16) == f"the model is float16 with a cache of bfloat16, {wanted}"
     assert why(spec, kv_dtype=torch.int8) == f"the model is bfloat16 with a cache of int8, {wanted}"
     assert why(spec, tp=2) == "tp is 2, expected 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "quant", "rows"),
+    [("llama-3.2-1b", (), 2), ("llama-3.2-3b", (), 1), ("llama-3.1-8b", (), 1), ("llama-3.1-8b", (("*lm_head", None), ("*", Fp8())), 0)],
+)
+def test_rows_for_which_it_is_measured_ahead(name: str, quant: QuantPlan, rows: int) -> None:
+    spec, text = (
+        shape(name),
+        {0: "s: these ops; one kernel is slower", 1: "s of 1 sequence: one kernel", 2: "s of 1 to 2 sequences: one kernel"},
+    )
+    assert rows_ahead(spec, lambda path, linear: resolve(linear.names(path), quant)) == rows
+    assert str(explain(spec, quant=quant)).splitlines()[-1].startswith(f"decode step{text[rows]}")
+    assert json.loads(explain(spec, quant=quant).json())["one_kernel"] == {"rows": rows, "reason": None}
 
 
 def test_bound_models() -> None:

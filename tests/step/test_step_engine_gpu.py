@@ -177,6 +177,13 @@ def test_idle_rows_touch_the_dummy_page_alone() -> None:
         assert_same(c.v[1:], before[s][1], "v")
 
 
+def test_what_is_taken_unasked() -> None:
+    """Where it is measured ahead: up to two rows of a narrow model in bf16."""
+    assert isinstance(in_one_kernel(module_of("1b", "bf16"), None, BF16), OneKernel)
+    for asked, formats in ((False, "bf16"), (None, "fp8")):
+        assert in_one_kernel(module_of("1b", formats), asked, BF16) is module_of("1b", formats)
+
+
 def test_the_module_calls_the_op_for_decode_steps_alone() -> None:
     batch, given = made("llama", "bf16", LENS[2])
     module = module_of("llama", "bf16")
