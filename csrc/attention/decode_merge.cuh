@@ -151,7 +151,7 @@ struct Merger {
       __syncthreads();
       if (shift == 0) {
 #pragma unroll 1
-        for (int g = threadIdx.x; g < S::kQuads; g += S::kThreads) emit(p, space, at, of_warps(g), n, g, 0, pieces);
+        for (int g = threadIdx.x; g < S::kQuads; g += S::kThreads) emit(p, space, at, of_warps(g), n, g, 0, pieces, rows.value_scale);
         __syncthreads();
       } else {
         exchange_slices();
@@ -164,7 +164,7 @@ struct Merger {
             if (i < 1 << shift) part[i] = {shared.totals[i * 4 + g % 4], shared.outs[i * (last - first) + g - first]};
           }
           join(quad, part);
-          emit(p, space, at, quad, n, g, first, pieces);
+          emit(p, space, at, quad, n, g, first, pieces, rows.value_scale);
         }
         if (more || n + 1 < S::kRowTiles) {
           __syncthreads();  // all have read the exchange, which a warp without steps in the next segment overwrites at once
@@ -230,7 +230,7 @@ struct Merger {
   }
 
   __device__ __forceinline__ void emit(const DecodeAttentionParams& p, const Workspace<S>& space, const Cursor& at, Quad quad, int n, int g,
-                                       int first, int pieces) const {
+                                       int first, int pieces, float value_scale) const {
     const int j = g % 4;
     const QueryRow two[2] = {query_row(p, at, n * kRowTile + 2 * j), query_row(p, at, n * kRowTile + 2 * j + 1)};
     if (!two[0].exists) return;
@@ -246,7 +246,6 @@ struct Merger {
       return;
     }
     if (pieces > 0) gather(p, space, quad, n, g, pieces);
-    const float v_scale = p.v_scale != nullptr ? p.v_scale[at.head * p.v_scale_step] : 1.f;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       if (!two[e].exists) continue;
@@ -254,7 +253,7 @@ struct Merger {
                                     p.sinks == nullptr ? nullptr : p.sinks + two[e].head);
       const int64_t line = static_cast<int64_t>(at.s.q_start + two[e].j) * p.heads + two[e].head;
       uint16_t* const to = static_cast<uint16_t*>(p.out) + line * S::kDim;
-      const float factor = end.factor * v_scale;
+      const float factor = end.factor * value_scale;
       to[Rows<S>::dimension(g / 32, 0, g % 32)] = rounded<S>(p, (e == 0 ? quad.o.x : quad.o.y) * factor);
       to[Rows<S>::dimension(g / 32, 2, g % 32)] = rounded<S>(p, (e == 0 ? quad.o.z : quad.o.w) * factor);
       if (g < 4) p.lse[line] = end.lse();

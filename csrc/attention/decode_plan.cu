@@ -83,7 +83,7 @@ void share_out_ctas(DecodeAttentionParams& p, const Gpu& gpu, int units) {
   // Heads side by side: an FP8 cache of 256 sequences of 1k keys 143 us instead of 147, a 16-bit one 260 instead of 264. Not where that
   // leaves more than 1 in 64 CTAs without work.
   const int groups = slots / p.kv_heads;
-  if (whole || p.kv_heads == 1 || (slots - groups * p.kv_heads) * 64 > slots) return;
+  if (whole || p.ctas == 1 || p.kv_heads == 1 || (slots - groups * p.kv_heads) * 64 > slots) return;
   p.lanes = p.kv_heads;
   p.workers = groups;
   p.clusters = groups * p.lanes;

@@ -22,10 +22,12 @@ struct Rows {
   float top[S::kRowTiles][2];  // their maxima, in powers of two
   float sum[S::kRowTiles][2];  // of this lane's keys
   float o[S::kRowTiles][S::kBlocks][4];
-  float score_scale, cap;  // exponent = s * score_scale, or cap * tanh(s * score_scale)
+  float key_scale, value_scale;  // of the caches
+  float score_scale, cap;        // exponent = s * score_scale, or cap * tanh(s * score_scale)
 
-  // Asks for the query rows of a segment.
+  // Asks for the query rows of a segment and the scale of its keys. Nothing that the end of the segment before it uses is touched.
   __device__ __forceinline__ void ask(const DecodeAttentionParams& p, const Cursor& at, int lane) {
+    key_scale = p.k_scale != nullptr ? p.k_scale[at.head * p.k_scale_step] : 1.f;
     const int r = lane / 4, j = lane % 4;
 #pragma unroll
     for (int n = 0; n < S::kRowTiles; ++n) {
@@ -50,7 +52,6 @@ struct Rows {
 
   // Nothing gathered yet.
   __device__ __forceinline__ void clear(const DecodeAttentionParams& p, const Cursor& at, int lane) {
-    constexpr float kLog2E = 1.4426950408889634f;
 #pragma unroll
     for (int n = 0; n < S::kRowTiles; ++n) {
 #pragma unroll
@@ -66,14 +67,14 @@ struct Rows {
         for (int e = 0; e < 4; ++e) o[n][d][e] = 0.f;
       }
     }
-    score_scale = p.scale;
-    if (p.k_scale != nullptr) score_scale *= p.k_scale[at.head * p.k_scale_step];
-    score_scale *= p.softcap > 0.f ? 1.f / p.softcap : kLog2E;
-    cap = p.softcap * kLog2E;
+    value_scale = p.v_scale != nullptr ? p.v_scale[at.head * p.v_scale_step] : 1.f;
   }
 
   // Once the keys are under way: what ask() has asked for is not touched before.
   __device__ __forceinline__ void convert(const DecodeAttentionParams& p) {
+    constexpr float kLog2E = 1.4426950408889634f;
+    score_scale = p.scale * key_scale * (p.softcap > 0.f ? 1.f / p.softcap : kLog2E);
+    cap = p.softcap * kLog2E;
     if (!S::kWide || !is_bf16<S>(p)) return;
 #pragma unroll
     for (int n = 0; n < S::kRowTiles; ++n) {
