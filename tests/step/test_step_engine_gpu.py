@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyllm import ops
+from pyllm import LLM, KvCacheConfig, ops
 from pyllm.api.params import SamplingParams
 from pyllm.layers import Bound, Decoder, bind
 from pyllm.layers.one_kernel import OneKernel, in_one_kernel, step_model
@@ -182,6 +182,16 @@ def test_what_is_taken_unasked() -> None:
     assert isinstance(in_one_kernel(module_of("1b", "bf16"), None, BF16), OneKernel)
     for asked, formats in ((False, "bf16"), (None, "fp8")):
         assert in_one_kernel(module_of("1b", formats), asked, BF16) is module_of("1b", formats)
+
+
+def test_llm_takes_it_unasked() -> None:
+    spec = spec_of("1b")
+    config = KvCacheConfig(max_tokens=2048)
+    with LLM(spec, weights=Weights(spec, "cuda", BF16), dtype="bf16", max_batch_size=4, kv_cache_config=config, progress=False) as llm:
+        assert isinstance(llm._engine._runner._module, OneKernel)
+        outs = llm.generate([[i, 2, 3] for i in range(7)], SamplingParams(max_tokens=30, ignore_eos=True))
+        assert [o.outputs[0].length for o in outs] == [30] * 7  # steps of four, and of three and two at the end
+        assert llm.get_stats()["used_pages"] == 0
 
 
 def test_the_module_calls_the_op_for_decode_steps_alone() -> None:
