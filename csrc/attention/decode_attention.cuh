@@ -40,7 +40,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas) decode_attention_kernel
   const uint32_t ring = shared_address(decode_smem) + warp * (S::kSlots * S::kHalf);
   static_assert(sizeof(MergeShared<S>) == S::kMerge && S::kRing % 16 == 0);
 
-  if constexpr (S::kCtas == 1) __builtin_assume(p.lanes == 1);  // 0.1 us of a short call
   prefetch_indices<S>(p);
   if (!p.beside) pdl_wait();
   pdl_trigger();
