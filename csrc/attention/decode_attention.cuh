@@ -3,8 +3,8 @@
 // Layout: q [T, H, D], caches [pages, P, K, D] with pages of any stride, o [T, H, D]; tiles, stream and joins: decode_work.cuh,
 // decode_load.cuh, decode_rows.cuh, decode_merge.cuh; docs/attention.md has the data flow and the reasons.
 // Measured (H200, 32/8 heads, D = 128, pages of 64, us in a graph):
-//   bf16 cache B=1, 1k / 4k / 16k keys: 6.9 / 10.7 / 23.3; B=8: 13.6 / 36.3 / 126.5; B=32, 1k / 4k: 36.3 / 127.4; B=256, 1k: 260
-//   e4m3 cache B=1: 6.4 / 9.3 / 16.6; B=8: 10.9 / 22.0 / 68.4; B=32: 22.2 / 69.1; B=256, 1k: 146
+//   bf16 cache B=1, 1k / 4k / 16k keys: 6.3 / 9.6 / 22.1; B=8, 1k: 12.6; B=256, 1k: 250
+//   e4m3 cache B=1: 6.5 / 8.6 / 15.3; B=8, 1k: 9.4; B=256, 1k: 140; B=512, 1k to 2k: 394
 // Limits: sm_90; D 64, 96, 128, 192, 256; P a power of two >= 16; 64 rows a sequence; rows beyond 16 per KV head (8 above D = 128)
 // take another pass over the keys, through L2.
 #pragma once
