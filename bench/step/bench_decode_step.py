@@ -51,10 +51,9 @@ def batch_of(name: str, rows: int, fp8: bool) -> Batch:
 
 def step_of(name: str, batch: Batch, fp8: bool) -> dict[str, Any]:
     """The arguments of `ops.decode_step`."""
-    module = module_of(name, fp8)
-    spec, model = module.spec, step_model(module)
+    spec, model = spec_from_config(SHAPES[name]), step_model(module_of(name, fp8))
     caches = [batch.caches[attn.kv] for _, attn in spec.attns()]
-    cos_sin, rope_rows = batch.rope(spec.attns()[0][1].rope)
+    cos_sin, rope_rows = batch.rope(spec.attns()[0][1].rope)  # type: ignore[arg-type]
     return {
         "model": model, "ids": batch.ids, "slots": batch.slots, "kv_lens": batch.kv_lens, "page_table": batch.page_table,
         "cos_sin": cos_sin, "rope_rows": rope_rows, "k_caches": [c.k for c in caches], "v_caches": [c.v for c in caches],
