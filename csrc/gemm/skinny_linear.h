@@ -32,7 +32,8 @@ struct SkinnyLinearParams {
 };
 
 void skinny_linear(const SkinnyLinearParams& p, cudaStream_t stream);
-// The kernel of few rows (M <= 8, x in the shared memory of a CTA); false, with nothing launched, where it does not serve.
+// The kernel of few rows (M <= 8, of plain products M <= 16; x in the shared memory of a CTA); false, with nothing launched,
+// where it does not serve.
 bool skinny_stream(const SkinnyLinearParams& p, int sms, cudaStream_t stream);
 
 }  // namespace pyllm

@@ -1,4 +1,4 @@
-// y[m, n] = epilogue(sum_k x[m, k] w[n, k]) for M <= 8 of bf16, fp16 or e4m3: CTAs that each stream some rows of w once.
+// y[m, n] = epilogue(sum_k x[m, k] w[n, k]) for M <= 16 of bf16, fp16 or e4m3: CTAs that each stream some rows of w once.
 //
 // A CTA takes 16 or 32 rows of w at a time; its eight warps take an eighth of K each, and no warp waits for another until all sums are
 // added, once or a few times for a CTA. A warp asks for its part of the rows in boxes of 128 bytes of each (TMA, into a ring of its own)
@@ -21,7 +21,7 @@
 
 namespace pyllm::gemm {
 
-constexpr int kStreamRows = 8;  // the largest M: x is the 8-column side of mma
+constexpr int kStreamRows = 16;  // the largest M: x is the 8-column side of mma, once or twice
 constexpr int kStreamWarps = 8;
 constexpr int kStreamThreads = kStreamWarps * 32;
 constexpr int kStepBytes = 64;    // of a row of w: what the four lanes of a row hold in one access
@@ -125,7 +125,8 @@ struct Widened {
   }
 };
 
-template <class T, class Out, int Rows, int Slices, bool Gated, bool Norm>
+// Tiles: of eight rows of x.
+template <class T, class Out, int Tiles, int Rows, int Slices, bool Gated, bool Norm>
 struct Stream {
   using Shape = StreamShape<Rows, Slices>;
   static constexpr int kItems = kSliceBytes / sizeof(T), kColumns = Gated ? Rows / 2 : Rows;
@@ -137,7 +138,7 @@ struct Stream {
   const CUtensorMap* w_map;
   const uint8_t* shared;
   uint32_t base;                // of shared memory
-  int lane, warp, group, quad;  // a lane holds row `group` of eight of x, row `own` of w, the `quad`-th 16 bytes of each step
+  int lane, warp, group, quad;  // a lane holds row `group` of each eight of x, row `own` of w, the `quad`-th 16 bytes of each step
   int own;                      // those of lanes 0 to 3 and 4 to 7 are four apart: the swizzle puts them in different banks
   int begin, bytes;             // of a row, in w
   int first, last;              // units of this CTA
@@ -260,10 +261,13 @@ struct Stream {
   static __device__ __forceinline__ uint4 read(const uint8_t* from) { return *reinterpret_cast<const uint4*>(from); }
 
   // One slice of x and w. Products alternate between two sums, so that one need not wait for the last.
-  __device__ __forceinline__ void multiply_slice(float (&acc)[kGroups][2][4], const uint8_t* w, const uint8_t* x_from) const {
+  __device__ __forceinline__ void multiply_slice(float (&acc)[kGroups][Tiles][2][4], const uint8_t* w, const uint8_t* const (&x_own)[Tiles],
+                                                 int at) const {
 #pragma unroll
     for (int s = 0; s < kSliceBytes / kStepBytes; ++s) {
-      const uint4 u = read(x_from + s * kStepBytes);
+      uint4 u[Tiles];
+#pragma unroll
+      for (int i = 0; i < Tiles; ++i) u[i] = read(x_own[i] + at + s * kStepBytes);
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         const uint8_t* row = w + g * 16 * kSliceBytes + (((4 * s + quad) ^ own) * 16);
@@ -272,20 +276,25 @@ struct Stream {
     }
   }
 
-  static __device__ __forceinline__ void multiply_step(float (&acc)[2][4], const uint4& v, const uint4& t, const uint4& u) {
+  static __device__ __forceinline__ void multiply_step(float (&acc)[Tiles][2][4], const uint4& v, const uint4& t, const uint4 (&u)[Tiles]) {
     if constexpr (sizeof(T) == 2) {
-      multiply<T>(acc[0], v.x, t.x, v.y, t.y, u.x, u.y);
-      multiply<T>(acc[1], v.z, t.z, v.w, t.w, u.z, u.w);
+#pragma unroll
+      for (int i = 0; i < Tiles; ++i) {
+        multiply<T>(acc[i][0], v.x, t.x, v.y, t.y, u[i].x, u[i].y);
+        multiply<T>(acc[i][1], v.z, t.z, v.w, t.w, u[i].z, u[i].w);
+      }
     } else {
-      widen_multiply(acc[0], v.x, t.x, u.x);
-      widen_multiply(acc[1], v.y, t.y, u.y);
-      widen_multiply(acc[0], v.z, t.z, u.z);
-      widen_multiply(acc[1], v.w, t.w, u.w);
+      const uint32_t low[4] = {v.x, v.y, v.z, v.w}, high[4] = {t.x, t.y, t.z, t.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const Widened p(low[j]), q(high[j]);
+#pragma unroll
+        for (int i = 0; i < Tiles; ++i) {
+          const Widened x(j == 0 ? u[i].x : j == 1 ? u[i].y : j == 2 ? u[i].z : u[i].w);
+          multiply<__half>(acc[i][j % 2], p.lo, q.lo, p.hi, q.hi, x.lo, x.hi);
+        }
+      }
     }
-  }
-  static __device__ __forceinline__ void widen_multiply(float (&acc)[4], uint32_t low, uint32_t high, uint32_t x) {
-    const Widened v(low), t(high), u(x);
-    multiply<__half>(acc, v.lo, t.lo, v.hi, t.hi, u.lo, u.hi);
   }
 
   // The scales of this CTA's columns on their way to shared memory, and that of row threadIdx.x: behind the weights in flight a load takes
@@ -350,16 +359,18 @@ struct Stream {
   __device__ __forceinline__ void multiply_unit(Piece& next, Place& place, uint32_t area) const {
     const uint8_t* w = shared + warp * a.stages * Shape::kStage + own * kSliceBytes;
     // Rows of x past the last one are the last one again: no row of a product depends on another.
-    const uint8_t* x_own = shared + (x_row(min(group, a.m - 1)) - base) + quad * 16;
-    float acc[kGroups][2][4] = {};
+    const uint8_t* x_own[Tiles];
+#pragma unroll
+    for (int i = 0; i < Tiles; ++i) x_own[i] = shared + (x_row(min(8 * i + group, a.m - 1)) - base) + quad * 16;
+    float acc[kGroups][Tiles][2][4] = {};
     for (int from = 0; from < bytes; from += Slices * kSliceBytes) {
       barrier_wait(barriers + place.stage * 8, place.parity);
       const uint8_t* const at = w + place.stage * Shape::kStage;
       if (from + (Slices - 1) * kSliceBytes < bytes) {
 #pragma unroll
-        for (int s = 0; s < Slices; ++s) multiply_slice(acc, at + s * Shape::kSlice, x_own + from + s * kSliceBytes);
+        for (int s = 0; s < Slices; ++s) multiply_slice(acc, at + s * Shape::kSlice, x_own, from + s * kSliceBytes);
       } else {
-        for (int s = 0; from + s * kSliceBytes < bytes; ++s) multiply_slice(acc, at + s * Shape::kSlice, x_own + from + s * kSliceBytes);
+        for (int s = 0; from + s * kSliceBytes < bytes; ++s) multiply_slice(acc, at + s * Shape::kSlice, x_own, from + s * kSliceBytes);
       }
       __syncwarp();
       if (++place.stage == a.stages) place.stage = 0, place.parity ^= 1;
@@ -370,16 +381,17 @@ struct Stream {
     share_sums(acc, area);
   }
 
-  __device__ __forceinline__ void share_sums(const float (&acc)[kGroups][2][4], uint32_t area) const {
+  __device__ __forceinline__ void share_sums(const float (&acc)[kGroups][Tiles][2][4], uint32_t area) const {
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int m = 2 * quad + e;
+    for (int i = 0; i < 2 * Tiles; ++i) {
+      const int m = 8 * (i / 2) + 2 * quad + i % 2;
       if (m >= a.m) continue;
       const uint32_t to = area + ((warp * a.m + m) * Rows + own) * 4;
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        store_shared_float(to + g * 64, acc[g][0][e] + acc[g][1][e]);
-        store_shared_float(to + g * 64 + 32, acc[g][0][e + 2] + acc[g][1][e + 2]);
+        const float (&sum)[2][4] = acc[g][i / 2];
+        store_shared_float(to + g * 64, sum[0][i % 2] + sum[1][i % 2]);
+        store_shared_float(to + g * 64 + 32, sum[0][i % 2 + 2] + sum[1][i % 2 + 2]);
       }
     }
   }
@@ -446,11 +458,11 @@ struct Stream {
   }
 };
 
-template <class T, class Out, int Rows, int Slices, bool Gated, bool Norm>
+template <class T, class Out, int Tiles, int Rows, int Slices, bool Gated, bool Norm>
 __global__ void __launch_bounds__(kStreamThreads, 1)
     skinny_stream_kernel(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ StreamArgs args) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const Stream<T, Out, Rows, Slices, Gated, Norm> stream(args, &w_map, shared);
+  const Stream<T, Out, Tiles, Rows, Slices, Gated, Norm> stream(args, &w_map, shared);
   stream.run();
 }
 

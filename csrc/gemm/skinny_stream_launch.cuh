@@ -46,7 +46,7 @@ StreamPlan plan_stream(const SkinnyLinearParams& p, int sms) {
   return plan;
 }
 
-template <class T, class Out, class Cut, bool Gated, bool Norm>
+template <class T, class Out, int Tiles, class Cut, bool Gated, bool Norm>
 void launch_stream(const SkinnyLinearParams& p, const StreamPlan& plan, cudaStream_t stream) {
   constexpr int kItem = sizeof(T), kItems = kSliceBytes / kItem;
   StreamArgs args{};
@@ -74,33 +74,42 @@ void launch_stream(const SkinnyLinearParams& p, const StreamPlan& plan, cudaStre
     w_map = make_tensor_map<2>("skinny_linear: weight", p.w, p.dtype, {p.k, p.n}, {p.w_stride}, {kItems, Cut::kRows}, Swizzle::k128);
   }
   launch("skinny_linear", {static_cast<unsigned>(plan.ctas), kStreamThreads, static_cast<size_t>(plan.at.bytes)}, stream,
-         skinny_stream_kernel<T, Out, Cut::kRows, Cut::kSlices, Gated, Norm>, w_map, args);
+         skinny_stream_kernel<T, Out, Tiles, Cut::kRows, Cut::kSlices, Gated, Norm>, w_map, args);
 }
 
 // One H200, us, one row of e4m3: (8192, 1024) Tall 3.9, Usual 4.3; (1280, 8192) Long 4.5, Usual 5.1; four rows of bf16: (6144, 4096) Long
-// 13.0, Usual 13.7; eight of (1280, 8192) Narrow 10.0, Usual 12.3. The bits are the same. All: whether all four are built.
-template <class T, class Out, bool All, bool Gated, bool Norm>
+// 13.0, Usual 13.7; eight of (1280, 8192) Narrow 10.0, Usual 12.3; 16 of (6144, 4096) Narrow 15.0, Usual 17.5. The bits are the same.
+// All: whether all four are built. Nine to sixteen rows (Tiles = 2) are served where 16 are: the bits do not depend on their number.
+template <class T, class Out, int Tiles, bool All, bool Gated, bool Norm>
 bool run_stream(const SkinnyLinearParams& p, int sms, cudaStream_t stream) {
+  const int64_t row_bytes = p.k * bytes_of(p.dtype);
+  if constexpr (Tiles == 2) {
+    SkinnyLinearParams most = p;
+    most.m = kStreamRows;
+    if (plan_stream<Narrow>(most, sms).stages < 2) return false;
+  }
   const StreamPlan usual = plan_stream<Usual>(p, sms);
   if constexpr (All) {
-    const int64_t row_bytes = p.k * bytes_of(p.dtype);
-    if (const StreamPlan narrow = plan_stream<Narrow>(p, sms); usual.stages < 2) {
+    if (usual.stages < 2 || (Tiles == 2 && row_bytes >= 8192)) {
+      const StreamPlan narrow = plan_stream<Narrow>(p, sms);
       if (narrow.stages == 0) return false;
-      launch_stream<T, Out, Narrow, Gated, Norm>(p, narrow, stream);
+      launch_stream<T, Out, Tiles, Narrow, Gated, Norm>(p, narrow, stream);
       return true;
     }
-    if (const StreamPlan tall = plan_stream<Tall>(p, sms); row_bytes <= 2048 && tall.units * 10 >= sms * 9 && tall.stages >= 2) {
-      launch_stream<T, Out, Tall, Gated, Norm>(p, tall, stream);
+    if (const StreamPlan tall = plan_stream<Tall>(p, sms); row_bytes <= 2048 && tall.units * 10 >= sms * 9 && tall.stages >= 3 - Tiles) {
+      launch_stream<T, Out, Tiles, Tall, Gated, Norm>(p, tall, stream);
       return true;
     }
-    const StreamPlan long_rows = plan_stream<Long>(p, sms);
-    if (row_bytes >= 8192 && usual.filled(sms) < 0.9 * long_rows.filled(sms) && long_rows.stages >= 2) {
-      launch_stream<T, Out, Long, Gated, Norm>(p, long_rows, stream);
-      return true;
+    if constexpr (Tiles == 1) {
+      const StreamPlan long_rows = plan_stream<Long>(p, sms);
+      if (row_bytes >= 8192 && usual.filled(sms) < 0.9 * long_rows.filled(sms) && long_rows.stages >= 2) {
+        launch_stream<T, Out, Tiles, Long, Gated, Norm>(p, long_rows, stream);
+        return true;
+      }
     }
   }
   if (usual.stages == 0) return false;
-  launch_stream<T, Out, Usual, Gated, Norm>(p, usual, stream);
+  launch_stream<T, Out, Tiles, Usual, Gated, Norm>(p, usual, stream);
   return true;
 }
 

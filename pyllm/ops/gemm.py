@@ -16,11 +16,12 @@ from pyllm.ops.skinny import skinny_linear, skinny_serves
 
 NORMS = {"rms": 0, "layer": 1}
 """Names of the norms and their numbers in the op schema."""
-STREAM_ROWS, STREAM_COLUMNS, STREAM_WEIGHT, STREAM_X = 8, 1024, 2**24, 2**15
-"""`linear` and `norm_linear` give x of up to so many rows and elements to `skinny_linear`, against weights of at least so many rows and up
-to so many elements: there bf16 is 1.15x to 1.69x the speed of cuBLAS inside a CUDA graph with one row, 1.00x to 1.68x with four."""
-LARGE_ROWS, LARGE_WEIGHT, LARGE_X = 4, 2**27, 2**14
-"""The same of weights of more than `STREAM_WEIGHT` elements: 1.06x to 1.16x with one row, 1.03x to 1.10x with four."""
+STREAM_ROWS, STREAM_COLUMNS, STREAM_X = 8, 1024, 2**16
+"""`linear` and `norm_linear` give x of up to so many rows and elements to `skinny_linear`, against weights of at least so many rows: there
+bf16 was measured at 1.06x to 2.1x the speed of cuBLAS inside a CUDA graph with one row, 1.04x to 1.9x with four, 1.07x to 1.7x with
+eight."""
+MORE_ROWS, MORE_K, MORE_WEIGHT = 16, range(2048, 4097), 2**25
+"""The same for up to so many rows of such K against weights of up to so many elements: 1.01x to 1.2x with 16 rows."""
 CHAIN_ROWS = 0
 """Rows up to which layers take norm, gate and residual into the product. None: a step of Llama 3.2 1B takes 873 us with them and 883
 without for one request, 1,008 and 990 for four; one of Llama 3.1 8B 4,289 and 4,297, 4,563 and 4,541 (1k keys; plain products
@@ -39,8 +40,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Shapes: x `[T, K]`, weight `[N, K]`, bias `[N]` -> y `[T, N]`. Dtypes: one of bf16, fp16, fp32 for all; accumulation in fp32, one
     rounding.
     Errors: sizes or dtypes that disagree, by name. CUDA: `skinny_linear` for few rows of bf16 or fp16 where it serves the operands (sm_90,
-    dense rows at multiples of 16 bytes): up to 8 rows and 2^15 elements of x for weights of up to 2^24 elements, up to 4 rows and 2^14
-    elements for weights of up to 2^27, N >= 1024 (`streams`); `dense_linear` from 1024 rows and N = 2048 on and for 128 to 256 rows of
+    dense rows at multiples of 16 bytes): up to 8 rows and 2^16 elements of x, up to 16 rows with K from 2048 to 4096 for weights of up to
+    2^25 elements, N >= 1024 (`streams`); `dense_linear` from 1024 rows and N = 2048 on and for 128 to 256 rows of
     large weights (`dense_wins`); otherwise cuBLAS through torch. weight and bias are constants: a kernel may read them before the kernels
     ahead of it in the stream have finished.
     """
@@ -74,7 +75,7 @@ def norm_linear(
         `[T, N]` (gated `[T, F]`) of x.dtype, contiguous.
 
     Rounding: the rows that are multiplied are rounded to x.dtype once, as `norm(x)`, or, where one kernel does it all (kind="rms",
-    bf16, few rows as in `linear`, operands that `skinny_linear` serves), as `x * norm_weight` with
+    bf16, up to 8 rows as in `linear`, operands that `skinny_linear` serves), as `x * norm_weight` with
     the row's factor behind the sum. There the result is rounded once; the separate ops, which serve everything else on CUDA, round the
     product, the activation and the sum with the residual.
 
@@ -110,8 +111,9 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 def streams(m: int, n: int, k: int) -> bool:
     """Whether the product of `[m, k]` and `[n, k]` goes to skinny_linear, dtypes and alignment permitting."""
-    rows, elements = (STREAM_ROWS, STREAM_X) if n * k <= STREAM_WEIGHT else (LARGE_ROWS, LARGE_X)
-    return m <= rows and m * k <= elements and n >= STREAM_COLUMNS and n * k <= LARGE_WEIGHT
+    few = m <= STREAM_ROWS and m * k <= STREAM_X
+    more = m <= MORE_ROWS and k in MORE_K and n * k <= MORE_WEIGHT
+    return n >= STREAM_COLUMNS and (few or more)
 
 
 def dense_wins(m: int, n: int, k: int) -> bool:
@@ -232,7 +234,7 @@ def _norm_linear_cuda(
     kind: int = 0,
 ) -> Tensor:
     _check_norm_linear(x, weight, bias, norm_weight, norm_bias, act, gated, residual, kind)
-    fits = kind == NORMS["rms"] and x.dtype == torch.bfloat16 and norm_weight.data_ptr() % 16 == 0
+    fits = kind == NORMS["rms"] and x.dtype == torch.bfloat16 and norm_weight.data_ptr() % 16 == 0 and x.shape[0] <= STREAM_ROWS
     if fits and _streams(x, weight):
         return torch.ops.pyllm.skinny_linear(x, weight, bias, residual, None, None, act, gated, 0.0, norm_weight, eps)
     h = _norm(x, norm_weight, norm_bias, eps, kind)

@@ -52,10 +52,12 @@ def skinny_linear(
     Returns:
         `[M, N]` (gated `[M, F]`), contiguous.
 
-    Accumulation in fp32, one rounding at the end (bf16, fp16). Of e4m3 products the tensor core keeps about 14 bits within 256 elements
-    of K; those partial sums are added in fp32. There are two kernels: of bf16 and fp16, up to 8 rows whose x fits the shared memory of an
-    SM go to one (8 rows of up to 8192 elements, fewer of longer ones), everything else to the other. The order of a sum depends on N, K,
-    the GPU and the kernel alone: a row has the same bits alone and in any batch that the same kernel takes.
+    Accumulation in fp32, one rounding at the end (bf16, fp16). There are two kernels: up to 8 rows whose x fits the shared memory of an SM
+    go to one (8 rows of up to 8192 elements of bf16 or fp16, fewer of longer ones; twice as many elements of e4m3), up to 16 rows too
+    without norm, gate and e4m3 into fp16, where 16 would fit (up to 4096 elements of bf16 or fp16, 8192 of e4m3). Everything else goes to
+    the other, where of e4m3 products the tensor core keeps about 14 bits within 256 elements of K; those partial sums are added in fp32.
+    The order of a sum depends on N, K, the GPU and the kernel alone: a row has the same bits alone and in any batch that the same kernel
+    takes.
 
     Raises:
         ValueError (RuntimeError on CUDA): sizes, dtypes, strides or alignment, arguments that do not belong together.

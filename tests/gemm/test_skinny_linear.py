@@ -225,17 +225,19 @@ def test_what_shared_memory_held_before_is_not_used(m: int, n: int, k: int, dtyp
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (1280, 8192), (20000, 512), (40, 1024)])
 def test_a_row_has_the_same_bits_in_every_batch_of_its_kernel_and_in_every_run(n: int, k: int, dtype: torch.dtype) -> None:
-    """Up to 8 rows, where x fits, and from 9 on."""
+    """Up to 8 rows, up to 16, and from 17 on. 16 rows of all of these (n, k) go to one kernel, or all of them to the other."""
     x, w = normal(64, k, dtype=dtype).cuda(), normal(n, k, dtype=dtype).cuda()
     given = {} if dtype == FP8 else {"norm_weight": normal(k, dtype=dtype).cuda(), "eps": 1e-6}
     for extra in ({}, given):
-        full = skinny_linear(x, w, **extra)
-        few = torch.cat([skinny_linear(x[first : first + 8], w, **extra) for first in range(0, 64, 8)])
+        by_rows = {
+            size: torch.cat([skinny_linear(x[first : first + size], w, **extra) for first in range(0, 64, size)]) for size in (8, 16, 64)
+        }
         for m in (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 48, 63, 64):
+            expected = by_rows[8 if m <= 8 else 16 if m <= 16 else 64]
             for first in {0, 64 - m}:
                 for _ in range(3):
                     rows = slice(first, first + m)
-                    assert_same(skinny_linear(x[rows], w, **extra), (few if m <= 8 else full)[rows], f"rows {first} to {first + m}")
+                    assert_same(skinny_linear(x[rows], w, **extra), expected[rows], f"rows {first} to {first + m}")
 
 
 @pytest.mark.gpu
