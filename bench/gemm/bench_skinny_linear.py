@@ -111,6 +111,6 @@ def _normal(*shape: int) -> torch.Tensor:
 def cases(shapes: Shapes) -> list[Case]:
     weights = weights_of(shapes)
     dense = [dense_case(m, n, k) for n, k in weights for m in (1, 4, 16)]
-    fp8 = [fp8_case(m, n, k) for n, k in weights for m in (1,)]
+    fp8 = [fp8_case(m, n, k) for n, k in weights for m in (1, 4, 16)]
     gate_up = [(28672, 4096), (16384, 2048)] if shapes.name == "default" else [(2 * shapes.F, shapes.N)]
     return [*dense, *fp8, *(norm_case(m, n, k) for n, k in gate_up for m in (1,))]
