@@ -4,17 +4,6 @@
 #include "step/launch.cuh"
 
 namespace pyllm {
-namespace step {
-
-void run_bf16(Args& a, int ctas, cudaStream_t stream) {
-  if (a.p.head_dim == 64) {
-    a.p.fp8_cache ? run_step<false, 64, true>(a, ctas, stream) : run_step<false, 64, false>(a, ctas, stream);
-  } else {
-    a.p.fp8_cache ? run_step<false, 128, true>(a, ctas, stream) : run_step<false, 128, false>(a, ctas, stream);
-  }
-}
-
-}  // namespace step
 
 int64_t decode_step_workspace(int64_t rows, int64_t layers, int64_t d, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t ffn) {
   return step::workspace_of(rows, layers, d, heads, kv_heads, head_dim, ffn).bytes;

@@ -108,10 +108,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_step_kernel(const __grid_c
   const uint32_t base = smem_address(shared);
   const int warp = threadIdx.x / 32;
   Header* const header = static_cast<Header*>(a.p.workspace);
-  if (threadIdx.x == 0) {
-    Barriers{base + a.barriers, a.stages}.init();
-    *reinterpret_cast<int*>(shared + a.waiting) = 0;
-  }
+  if (threadIdx.x == 0) Barriers{base + a.barriers, a.stages}.init();
   // The layers' pointers to shared memory: a miss of the constant cache is one of the L2 too.
   const auto* const table = reinterpret_cast<const StepLayer*>(shared + a.table);
   const uint4* from = reinterpret_cast<const uint4*>(a.p.layer);
@@ -146,9 +143,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_step_kernel(const __grid_c
         touch(a.p.norm, a.p.d * 4);
       }
       if (!attends) return;
-      consumer.tell_waiting(1);
       attend.run(layer, qkv, attended, stride, reinterpret_cast<uint64_t*>(a.partials), step * a.p.layers + layer + 1);
-      consumer.tell_waiting(0);
     });
   }
   leave(a, header, step);

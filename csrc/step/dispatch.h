@@ -1,4 +1,4 @@
-// The instantiations of decode_step, by the weights' dtype: bf16 in decode_step.cu, e4m3 in a unit of their own.
+// The instantiations of decode_step, by the weights' dtype: a unit each.
 #pragma once
 #include <cuda_runtime_api.h>
 

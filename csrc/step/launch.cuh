@@ -9,8 +9,8 @@ namespace pyllm::step {
 
 constexpr int kSharedBytes = 227 * 1024;           // of an SM of sm_90, for one CTA
 constexpr int kLeastStages = 4, kMostStages = 12;  // of 16 KiB
-// On their way at most. More does not raise the rate of the memory, but lengthens the queue that the exchange's loads join.
-constexpr int kFlying = 6;
+// On their way at most. More does not raise the rate of the memory, but lengthens the queue in which the exchange's loads wait too.
+constexpr int kFlying = 4;
 constexpr int kMostCtas = 256;  // whose partial results the workspace has room for; rows times KV heads are no more either
 
 constexpr int64_t aligned(int64_t bytes, int64_t to = 256) { return (bytes + to - 1) / to * to; }
@@ -57,13 +57,12 @@ inline void cut(Args& a) {
     a.cut[i] = {n[i] / kUnit, row_bytes, static_cast<int>(aligned((row_bytes + chunks - 1) / chunks, 512))};
     a.x_bytes = std::max(a.x_bytes, p.rows * pitch_of(k[i] * 2));
   }
-  const int sums = kAreas * kWarps * p.rows * kUnit * 4, squares = 4 * kStepRows * kWarps * 4, areas = 2 * kAreas * 8 + 16;
+  const int sums = kAreas * kWarps * p.rows * kUnit * 4, squares = 4 * kStepRows * kWarps * 4, areas = 2 * kAreas * 8;
   const int table = p.layers * static_cast<int>(sizeof(StepLayer));
-  a.stages = std::min(kMostStages, (kSharedBytes - a.x_bytes - sums - squares - areas - table - 112) / (kStage + 16));
+  a.stages = std::min(kMostStages, (kSharedBytes - a.x_bytes - sums - squares - areas - table - 128) / (kStage + 16));
   a.flying = std::min(a.stages, kFlying);
   a.barriers = a.stages * kStage;
   a.sums = a.barriers + 2 * a.stages * 8 + areas;
-  a.waiting = a.sums - 16;
   a.squares = a.sums + sums;
   a.table = a.squares + squares;
   a.x = static_cast<int>(aligned(a.table + table, 128));

@@ -12,9 +12,6 @@ constexpr int kChunk = 2048;                // bytes of a row in a stage of the 
 constexpr int kStage = kUnit * (kChunk + 64);
 constexpr int kStepBytes = 64;  // of a row: what the four lanes of a row hold in one access
 constexpr int kAreas = 4;       // of partial sums: as many units a warp may be ahead of the finishing one
-// Stages on their way while the CTA waits for values of others. H200, 1B shape, one row: four at all times 793 us a step, one then and six
-// else 738.
-constexpr int kFlyingWhileWaiting = 1;
 constexpr int kMaxSplits = 32;
 constexpr int kHeader = 1024;
 
@@ -39,7 +36,7 @@ struct Args {
   Cut cut[kStepProducts];
   int stages, flying, splits;  // of the ring; on their way at most; pieces of a sequence's keys
   float inverse_d;
-  int barriers, waiting, sums, squares, table, x, x_bytes;  // offsets in shared memory
+  int barriers, sums, squares, table, x, x_bytes;  // offsets in shared memory
   Rows rows;
   uint8_t *zeros, *partials, *sets;
   int64_t set_bytes;

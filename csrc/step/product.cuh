@@ -146,12 +146,6 @@ struct Loader {
     }
   }
 
-  __device__ __forceinline__ bool waiting() const {
-    int value;
-    asm volatile("ld.volatile.shared.s32 %0, [%1];" : "=r"(value) : "r"(ring + a.waiting));
-    return value != 0;
-  }
-
   __device__ __forceinline__ int load(int product, const void* weight, int turn) {
     const Cut cut = a.cut[product];
     const int lane = threadIdx.x % 32, local = lane % kUnit, pitch = pitch_of(cut.chunk);
@@ -161,11 +155,12 @@ struct Loader {
       for (int offset = 0; offset < cut.row_bytes; offset += cut.chunk) {
         const int size = min(cut.chunk, cut.row_bytes - offset);
         barrier_wait(barriers.empty(stage.at), stage.parity ^ 1);
-        for (const int most = waiting() ? kFlyingWhileWaiting : a.flying; asked >= most; --asked) {
+        if (asked == a.flying) {
           barrier_wait(barriers.full(landed.at), landed.parity);
           landed.next(a.stages);
+        } else {
+          ++asked;
         }
-        ++asked;
         if (lane == 0) barrier_arrive_expect(barriers.full(stage.at), size * kUnit);
         __syncwarp();
         if (lane < kUnit) copy(ring + stage.at * kStage + lane * pitch, row + offset, size, barriers.full(stage.at));
@@ -188,11 +183,6 @@ struct Consumer : Product {
   Place stage;
 
   __device__ __forceinline__ Consumer(const Args& args, uint32_t base) : Product(args, base), group(lane / 4), quad(lane % 4) {}
-
-  // Tells the loader that the CTA waits for values of others: what is on its way then, they queue behind.
-  __device__ __forceinline__ void tell_waiting(int value) const {
-    if (threadIdx.x == 0) asm volatile("st.volatile.shared.s32 [%0], %1;" ::"r"(ring + a.waiting), "r"(value));
-  }
 
   // --- x ---
 
@@ -357,9 +347,7 @@ struct Consumer : Product {
     constexpr int kTimes = Quantised ? 2 : 1;
     const Cut cut = a.cut[product];
     const int first = first_unit(turn);
-    tell_waiting(1);
     if (first < cut.units) take_x<Quantised>(t, cut);
-    tell_waiting(0);
     const uint32_t u = x + group * pitch_of(cut.row_bytes * kTimes) + warp * (cut.chunk / kWarps) * kTimes + quad * 16 * kTimes;
     for (int unit = first; unit < cut.units; unit += gridDim.x) {
       float acc[2][4] = {};
