@@ -123,7 +123,7 @@ def oracle() -> Bound:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
-def test_engine_tokens_are_what_the_model_says(n: int, overlap: bool) -> None:
+def test_tokens_of_an_engine_with_graphs_are_what_the_model_says(n: int, overlap: bool) -> None:
     """Each token of the engine must be the best of fp32 logits of the same text, up to six times the mean error of a step's logits (see
     `assert_near`; 19 roundings, twice: keys of the text come from another path)."""
     spec, module = spec_of("1b"), in_one_kernel(module_of("1b", "bf16"), True, BF16)
@@ -165,7 +165,7 @@ def to_gpu(value: Any) -> Any:
     return value.cuda() if isinstance(value, torch.Tensor) else value
 
 
-def test_idle_rows_touch_the_dummy_page_alone() -> None:
+def test_idle_rows_of_a_graph_touch_the_dummy_page_alone() -> None:
     spec, module = spec_of("1b"), in_one_kernel(module_of("1b", "bf16"), True, BF16)
     engine = Engine(spec, module, device="cuda", dtype=BF16, max_batch=4, max_tokens=1024, graph_sizes=[4])
     before = {s: (c.k[1:].clone(), c.v[1:].clone()) for s, c in engine.kv.caches.items()}
@@ -184,7 +184,7 @@ def test_what_is_taken_unasked() -> None:
         assert in_one_kernel(module_of("1b", formats), asked, BF16) is module_of("1b", formats)
 
 
-def test_llm_takes_it_unasked() -> None:
+def test_llm_takes_it_unasked_in_its_graphs() -> None:
     spec = spec_of("1b")
     config = KvCacheConfig(max_tokens=2048)
     with LLM(spec, weights=Weights(spec, "cuda", BF16), dtype="bf16", max_batch_size=4, kv_cache_config=config, progress=False) as llm:
