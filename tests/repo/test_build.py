@@ -22,9 +22,12 @@ SPILLS_ALLOWED: dict[str, tuple[int, str]] = {
     "PrefillShape<256": (40, "a few registers of the form with window, softcap and masks"),
     "PrefillShape<96": (8, "two registers"),
     "PrefillShape<192, 128": (4, "one register"),
-    "decode_step_kernel<": (112, "attention with D = 128 beside the state of the products"),
+    "decode_step_kernel<": (76, "attention with D = 128 beside the state of the products"),
 }
 """Shape of a kernel (its name without the dtype) -> bytes a thread may store, and why. Every other kernel may not spill."""
+
+PICKS = {"csrc/step/decode_step.cu"}
+"""Units that need the sizes of a kernel, which others instantiate, and hold none."""
 
 
 @needs_library
@@ -75,7 +78,7 @@ def test_no_kernel_spills() -> None:
 def test_the_report_covers_every_unit_and_architecture() -> None:
     report = _native.build_report()
     for unit, kernels in report["units"].items():
-        if not any("__global__" in path.read_text(encoding="utf-8") for path in included(ROOT / unit)):
+        if unit in PICKS or not any("__global__" in path.read_text(encoding="utf-8") for path in included(ROOT / unit)):
             assert not kernels, f"{unit}: kernels from nowhere"  # it only picks a unit
             continue
         assert kernels, f"{unit} holds no kernel"
