@@ -15,14 +15,15 @@ from pyllm.layers.linear import Linear
 from pyllm.layers.mlp import MLP
 from pyllm.layers.norm import RMSNorm
 from pyllm.layers.spec import Spec, walk
-from pyllm.ops.step_checks import most_rows, size_problem
+from pyllm.ops.step_checks import most_rows, size_problem, stage_bytes
 
 Formats = Callable[[str, Linear], Format]
 """The format of the Linear at a path."""
-AHEAD_ROWS, AHEAD_WIDTH = (1, 2), 2048
-"""Rows of a step up to which one kernel is faster for bf16 weights: of any model, and of models up to that width. Engine steps at 1k keys
-on one H200, ops and one kernel, us: Llama 3.2 1B, 1 row 845 and 723, 2 rows 883 and 814, 3 rows 934 and 952, 4 rows 939 and 1,030; 3B,
-2,052 and 1,855, 2,127 and 2,124; 3.1 8B, 3,910 and 3,830, 4,135 and 4,212. In e4m3 it is slower: 8B, 2,506 and 2,618, 2,605 and 2,974."""
+AHEAD_ROWS = 1
+"""Rows of a step up to which one kernel is taken unasked, for bf16 weights. Engine steps at 1k keys on one H200, ops and one kernel, us:
+Llama 3.2 1B, 1 row 845 and 723, 2 rows 883 and 814, 3 rows 934 and 952, 4 rows 939 and 1,030; 3B, 2,052 and 1,855, 2,127 and 2,124; 3.1 8B,
+3,910 and 3,830, 4,135 and 4,212. In e4m3 it is slower: 8B, 2,506 and 2,618, 2,605 and 2,974. Not for two rows, nor where products are cut
+into stages of different sizes: there warps would need a barrier between products (docs/step.md)."""
 CACHES = (torch.bfloat16, torch.float8_e4m3fn)
 _ATTN = {"own_kv": True, "whole_norm": False, "window": None, "softcap": None, "sinks": False, "o_bias": False, "variant": None}
 _ALIKE = ("heads", "kv_heads", "head_dim", "rope", "qkv_bias", "qk_norm", "softmax_scale")
@@ -50,7 +51,9 @@ def rows_ahead(spec: Decoder, formats: Formats) -> int:
     path, linear = next((path, s) for path, s in walk(spec) if isinstance(s, Linear) and s is not spec.head)
     if type(formats(path, linear)) is Fp8:
         return 0
-    return min(rows_served(spec), AHEAD_ROWS[spec.embed.d <= AHEAD_WIDTH])
+    attn, mlp = spec.subs[0].body, spec.subs[1].body
+    assert isinstance(attn, Attn) and isinstance(mlp, MLP)
+    return AHEAD_ROWS if len({stage_bytes(k) for k in (spec.embed.d, attn.heads * attn.head_dim, mlp.ff)}) == 1 else 0
 
 
 def _problems(spec: Spec, formats: Formats) -> Iterator[str]:

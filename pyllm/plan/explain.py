@@ -77,7 +77,7 @@ class Explanation:
         rows = self.kernel_rows
         if rows:
             return f" of {'1 sequence' if rows == 1 else f'1 to {rows} sequences'}: one kernel, csrc/step/decode_step"
-        return f": these ops; {'one kernel is slower' if self.not_one_kernel is None else f'no one kernel: {self.not_one_kernel}'}"
+        return f": these ops; {'one kernel only if asked' if self.not_one_kernel is None else f'no one kernel: {self.not_one_kernel}'}"
 
 
 def _folded(all_rows: tuple[Row, ...]) -> Iterator[tuple[str, list[Row]]]:

@@ -196,16 +196,23 @@ def test_dtypes_and_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("name", "quant", "rows"),
-    [("llama-3.2-1b", (), 2), ("llama-3.2-3b", (), 1), ("llama-3.1-8b", (), 1), ("llama-3.1-8b", (("*lm_head", None), ("*", Fp8())), 0)],
+    [("llama-3.2-1b", (), 1), ("llama-3.2-3b", (), 1), ("llama-3.1-8b", (), 1), ("llama-3.1-8b", (("*lm_head", None), ("*", Fp8())), 0)],
 )
 def test_rows_for_which_it_is_measured_ahead(name: str, quant: QuantPlan, rows: int) -> None:
     spec, text = (
         shape(name),
-        {0: "s: these ops; one kernel is slower", 1: "s of 1 sequence: one kernel", 2: "s of 1 to 2 sequences: one kernel"},
+        {0: "s: these ops; one kernel only if asked", 1: "s of 1 sequence: one kernel"},
     )
     assert rows_ahead(spec, lambda path, linear: resolve(linear.names(path), quant)) == rows
     assert str(explain(spec, quant=quant)).splitlines()[-1].startswith(f"decode step{text[rows]}")
     assert json.loads(explain(spec, quant=quant).json())["one_kernel"] == {"rows": rows, "reason": None}
+
+
+def test_stages_of_one_size() -> None:
+    """Rows of 2 d, 2 H D and 2 F bytes in equal parts of at most 2,048, each a multiple of 512: 1,536 and 2,048 here."""
+    plain = lambda path, linear: Dense()  # noqa: E731
+    assert rows_ahead(declare("llama", hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3), plain) == 1
+    assert rows_ahead(declare("llama", hidden_size=576, intermediate_size=2048, num_attention_heads=9, num_key_value_heads=3), plain) == 0
 
 
 def test_bound_models() -> None:

@@ -178,7 +178,7 @@ def test_idle_rows_of_a_graph_touch_the_dummy_page_alone() -> None:
 
 
 def test_what_is_taken_unasked() -> None:
-    """Where it is measured ahead: up to two rows of a narrow model in bf16."""
+    """Where it is measured ahead: one row in bf16."""
     assert isinstance(in_one_kernel(module_of("1b", "bf16"), None, BF16), OneKernel)
     for asked, formats in ((False, "bf16"), (None, "fp8")):
         assert in_one_kernel(module_of("1b", formats), asked, BF16) is module_of("1b", formats)
