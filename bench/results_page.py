@@ -96,7 +96,7 @@ def _engines(found: list[dict[str, Any]]) -> list[str]:
     text = (
         "Random weights and prompts, greedy, past end tokens, all requests at once where the row does not say otherwise; one process per "
         "engine and model, one after the other on the same GPU. The prefix row is the mean time to the first token without reuse over that "
-        "with it."
+        "with it. bf16 rows: `LLM(one_kernel=True)`, which counts where one request runs alone."
     )
     heads = ["work", "steps", "ms a step", "host's work a step, ms", "of a step without prompts"]
     where = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]

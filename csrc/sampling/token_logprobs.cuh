@@ -5,7 +5,7 @@
 // Sums are fp32 within four tokens and 2^-40 fixed point beyond: independent of the cluster size.
 // Estimates, V = 128256, 256 rows: read 14 us (bf16) or 29 us (fp32) at 4.6 TB/s, the pass over the weights 12 us, and what of the row
 // does not fit shared memory again from L2 or HBM.
-// Measured, H200, V = 128256, bf16 and fp32, us: 1 row 3.7, 4.0 and with top_n = 20 5.6, 5.8; 256 rows 37, 52 and 42, 59.
+// Measured, H200, V = 128256, bf16 and fp32, us: 1 row 3.6, 4.0 and with top_n = 20 5.6, 5.8; 256 rows 37, 50 and 42, 57.
 #pragma once
 #include "common/launch.h"
 #include "sampling/select.cuh"

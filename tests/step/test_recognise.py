@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyllm.api.dummy import DummyWeights
-from pyllm.layers import MLP, Attn, Decoder, Dense, Fp8, LayerNorm, QuantPlan, Sub, Sum, bind, rewrite
+from pyllm.layers import MLP, Attn, Decoder, Dense, Fp8, LayerNorm, QuantPlan, Sub, Sum, bind, recognise, rewrite
 from pyllm.layers.formats import resolve
 from pyllm.layers.one_kernel import OneKernel, bound_not_served, in_one_kernel
 from pyllm.layers.recognise import not_served, rows_ahead
@@ -194,25 +194,23 @@ def test_dtypes_and_ranks() -> None:
     assert why(spec, tp=2) == "tp is 2, expected 1"
 
 
-@pytest.mark.parametrize(
-    ("name", "quant", "rows"),
-    [("llama-3.2-1b", (), 1), ("llama-3.2-3b", (), 1), ("llama-3.1-8b", (), 1), ("llama-3.1-8b", (("*lm_head", None), ("*", Fp8())), 0)],
-)
-def test_rows_for_which_it_is_measured_ahead(name: str, quant: QuantPlan, rows: int) -> None:
-    spec, text = (
-        shape(name),
-        {0: "s: these ops; one kernel only if asked", 1: "s of 1 sequence: one kernel"},
-    )
-    assert rows_ahead(spec, lambda path, linear: resolve(linear.names(path), quant)) == rows
-    assert str(explain(spec, quant=quant)).splitlines()[-1].startswith(f"decode step{text[rows]}")
-    assert json.loads(explain(spec, quant=quant).json())["one_kernel"] == {"rows": rows, "reason": None}
+@pytest.mark.parametrize("quant", [(), (("*lm_head", None), ("*", Fp8()))], ids=["bf16", "fp8"])
+def test_nothing_is_taken_unasked(quant: QuantPlan) -> None:
+    spec = shape("llama-3.2-1b")
+    assert rows_ahead(spec, lambda path, linear: resolve(linear.names(path), quant)) == 0
+    assert str(explain(spec, quant=quant)).splitlines()[-1] == "decode steps: these ops; one kernel only if asked"
+    assert json.loads(explain(spec, quant=quant).json())["one_kernel"] == {"rows": 0, "reason": None}
 
 
-def test_stages_of_one_size() -> None:
+def test_rows_ahead_wants_bf16_and_stages_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 2 d, 2 H D and 2 F bytes in equal parts of at most 2,048, each a multiple of 512: 1,536 and 2,048 here."""
-    plain = lambda path, linear: Dense()  # noqa: E731
-    assert rows_ahead(declare("llama", hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3), plain) == 1
-    assert rows_ahead(declare("llama", hidden_size=576, intermediate_size=2048, num_attention_heads=9, num_key_value_heads=3), plain) == 0
+    monkeypatch.setattr(recognise, "AHEAD_ROWS", 1)
+    plain, fp8 = lambda path, linear: Dense(), lambda path, linear: Fp8()
+    sizes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
+    assert rows_ahead(declare("llama", intermediate_size=1536, **sizes), plain) == 1
+    assert rows_ahead(declare("llama", intermediate_size=1536, **sizes), fp8) == 0
+    assert rows_ahead(declare("llama", intermediate_size=2048, **sizes), plain) == 0
+    assert str(explain(shape("llama-3.2-1b"))).splitlines()[-1] == "decode steps of 1 sequence: one kernel, csrc/step/decode_step"
 
 
 def test_bound_models() -> None:

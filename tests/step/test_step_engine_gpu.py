@@ -177,17 +177,17 @@ def test_idle_rows_of_a_graph_touch_the_dummy_page_alone() -> None:
         assert_same(c.v[1:], before[s][1], "v")
 
 
-def test_what_is_taken_unasked() -> None:
-    """Where it is measured ahead: one row in bf16."""
-    assert isinstance(in_one_kernel(module_of("1b", "bf16"), None, BF16), OneKernel)
-    for asked, formats in ((False, "bf16"), (None, "fp8")):
-        assert in_one_kernel(module_of("1b", formats), asked, BF16) is module_of("1b", formats)
+def test_nothing_is_taken_unasked() -> None:
+    for asked in (False, None):
+        assert in_one_kernel(module_of("1b", "bf16"), asked, BF16) is module_of("1b", "bf16")
 
 
-def test_llm_takes_it_unasked_in_its_graphs() -> None:
+def test_llm_takes_it_if_asked_in_its_graphs() -> None:
     spec = spec_of("1b")
     config = KvCacheConfig(max_tokens=2048)
-    with LLM(spec, weights=Weights(spec, "cuda", BF16), dtype="bf16", max_batch_size=4, kv_cache_config=config, progress=False) as llm:
+    with LLM(
+        spec, weights=Weights(spec, "cuda", BF16), dtype="bf16", max_batch_size=4, one_kernel=True, kv_cache_config=config, progress=False
+    ) as llm:
         assert isinstance(llm._engine._runner._module, OneKernel)
         outs = llm.generate([[i, 2, 3] for i in range(7)], SamplingParams(max_tokens=30, ignore_eos=True))
         assert [o.outputs[0].length for o in outs] == [30] * 7  # steps of four, and of three and two at the end
