@@ -48,8 +48,8 @@ class LLM:
     max_batch_size: requests in a step. max_num_tokens: tokens in a step with prompts (None: 8192 on a GPU, 512 on a CPU).
     max_seq_len: tokens of a request, prompt and output.
     deterministic: the same prompt, parameters and seed give the same tokens bit for bit, whatever else is in the batch; slower.
-    one_kernel: decode steps of up to 4 requests as one kernel (`pyllm.ops.decode_step`): None where the model is served and that is
-    measured faster, True wherever it is served (ValueError: it is not), False never.
+    one_kernel: decode steps of up to 4 requests as one kernel (`pyllm.ops.decode_step`): True wherever the model is served (ValueError: it
+    is not), False never, None by a rule of what is measured faster and safe, which takes none today (docs/executor.md).
     cuda_graph_config: None runs every step without a graph. watchdog_timeout: seconds a step may take until requests fail.
     Errors: ValueError or TypeError for an argument, MemoryError for a model or cache that does not fit, each one sentence.
     """
