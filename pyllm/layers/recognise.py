@@ -24,7 +24,7 @@ AHEAD_ROWS = 0
 outside memory in some runs of its tests, and the cause is not found; until it is, one kernel is for those who ask. Engine steps at 1k keys
 on one H200, ops and one kernel, us: Llama 3.2 1B, 1 row 845 and 723, 2 rows 883 and 814, 3 rows 934 and 952, 4 rows 939 and 1,030; 3B,
 2,052 and 1,855, 2,127 and 2,124; 3.1 8B, 3,910 and 3,830, 4,135 and 4,212. In e4m3 it is slower: 8B, 2,506 and 2,618, 2,605 and 2,974. Not
-for two rows, nor where products are cut into stages of different sizes: there warps would need a barrier between products (docs/step.md)."""
+for two rows, nor where products are cut into stages of different sizes: there warps need a barrier between products (docs/step.md)."""
 CACHES = (torch.bfloat16, torch.float8_e4m3fn)
 _ATTN = {"own_kv": True, "whole_norm": False, "window": None, "softcap": None, "sinks": False, "o_bias": False, "variant": None}
 _ALIKE = ("heads", "kv_heads", "head_dim", "rope", "qkv_bias", "qk_norm", "softmax_scale")
