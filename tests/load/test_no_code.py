@@ -26,7 +26,7 @@ CALLS = {
     "importlib.util.spec_from_file_location", "importlib.reload", "os.system", "os.popen",
 }  # fmt: skip
 ENDINGS = ("from_pretrained", "recv_pyobj", "send_pyobj", "exec_module", "load_module", "find_class")
-PEERS = "runtime/peers.py"  # runs the same requests in another library that the user named, for a comparison
+PEERS = "measure/peers.py"  # runs the same requests in another library that the user named, for a comparison
 
 
 def dotted(node: ast.expr) -> str:
