@@ -16,13 +16,14 @@ from pyllm.plan.calibrate import find_scales
 from pyllm.plan.pages import Stored, count_pages, free_bytes
 from pyllm.runtime.batch import Batch
 from pyllm.runtime.draft import DraftModel, accepted, by_lookup
+from pyllm.runtime.graph import step_sizes
 from pyllm.runtime.host import BlockPool
 from pyllm.runtime.kv import KvPool
 from pyllm.runtime.offload import watched
 from pyllm.runtime.request import Chunk, Request, check_order, new_request
 from pyllm.runtime.runner import Flight, Runner
 from pyllm.runtime.schedule import Scheduler
-from pyllm.runtime.windows import Windows, step_sizes
+from pyllm.runtime.windows import Windows
 
 
 class Engine:
@@ -264,7 +265,7 @@ class Engine:
     def _fail_sample(self, request: Request, token: int) -> None:
         if request.error is None:  # else its logits_processor has failed
             request.error = f"the model's logits at position {request.length - 1} hold no finite number or a NaN (sampled {token})"
-            self.pool.forget()  # pages of this request may hold what made them so
+            self._scheduler.forget()  # pages of this request may hold what made them so
         self._finish(request, "error")
 
     def _check_end(self, request: Request, token: int) -> None:
@@ -296,4 +297,4 @@ class Engine:
         for request in (*self.running, *self.waiting):
             request.error = message
             self._finish(request, "error")
-        self.pool.forget()
+        self._scheduler.forget()

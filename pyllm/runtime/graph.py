@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pyllm.ops.attention import attention_kernel
-from pyllm.plan.pages import SlotSizes
+from pyllm.plan.pages import SlotSizes, Stored
 from pyllm.progress import progress_bar
 
 MAX_SIZE = 1024  # larger steps take long enough for Python to stay ahead, but for those of a full chunk, which come in a row
@@ -39,6 +39,20 @@ def token_sizes(
         return []
     sizes = [8, 16, 32, 64, 128, *range(256, 512, 64), *range(512, MAX_SIZE + 1, 128)]
     return [s for s in sizes if s <= most] + [chunk] * (chunk > MAX_SIZE)
+
+
+def step_sizes(
+    decode: Sequence[int] | None, mixed: Sequence[int] | None, cuda: bool, max_batch: int, most: int, chunk: int, stored: Stored,
+    dtype: torch.dtype, page_size: int,
+) -> tuple[Sequence[int], Sequence[int]]:  # fmt: skip
+    """Of decodes, and of steps with prompts if decodes are captured at all, where they are not given. most: tokens of a step."""
+    if not cuda:
+        return decode or (), mixed or ()
+    decode = graph_sizes(max_batch) if decode is None else decode
+    if mixed is None:
+        each = [token_sizes(most, chunk, s.kv_slots(), dtype, kind, page_size) for s, kind in stored]
+        mixed = min(each, key=len) if decode else []
+    return decode, mixed
 
 
 def mixed_shapes(tokens: Sequence[int], max_batch: int) -> list[tuple[int, int]]:

@@ -82,8 +82,8 @@ class Scheduler:
             self._grow()
         self._admit()
         plan = self._plan(propose)
-        if plan is not None and self.windows:
-            self._reach(plan)
+        if plan is not None:
+            self.windows.launching(plan)
         return plan
 
     def _plan(self, propose: Propose | None) -> Plan | None:
@@ -138,17 +138,7 @@ class Scheduler:
             request.sampled += 1
             if request.sampled == request.limit:
                 self.rows.clear(request)
-        if self.windows:
-            for request in (*plan.decodes, *(c.request for c in plan.chunks)):
-                self.windows.slide(request, request.next_position if request.decoding else request.computed)
-
-    def _reach(self, plan: Plan) -> None:
-        """Places for what the step writes, in the caches of each window."""
-        for request in plan.decodes:
-            self.windows.reach(request, request.next_position, request.next_position + 1)
-        for chunk in (*plan.drafts, *plan.chunks):
-            self.windows.reach(chunk.request, chunk.start, chunk.start + chunk.count)
-        self.windows.flush()
+        self.windows.launched(plan)
 
     def _admit(self) -> None:
         """Requests in their order, until one does not fit; one whose beginning another is just computing is passed over until then."""
@@ -241,6 +231,7 @@ class Scheduler:
                 self._preempt(max((r for r in self.running if r.row >= 0), key=Request.order))
             if request.row >= 0:
                 request.pages = np.concatenate([request.pages, self.pool.allocate(1)])
+                self.windows.renew(request, len(request.pages) - 1)
                 self.rows.changed(request)
 
     def _preempt(self, request: Request) -> None:
@@ -267,6 +258,11 @@ class Scheduler:
         """Tell the pool what these pages hold, its pages from `first` on, and what they are worth; how many it knows by it."""
         end = first + len(pages)
         return self.pool.cache(b"".join(request.keys[first:end]), pages, request.priorities(first, end, self.page_size))
+
+    def forget(self) -> None:
+        """What the pages hold is not to be trusted: no prompt reads it any more."""
+        self.pool.forget()
+        self.windows.forget()
 
     def knows(self, request: Request) -> bool:
         return request in self.running or request in self.waiting

@@ -3,43 +3,23 @@
 A page keeps one number over all layers. The caches of the layers with a window are smaller: a map on the device says at which place there
 a page is, 0 (the dummy page) where it is nowhere; `Batch.paged` puts it in front of page table and slots. A request holds the places that
 its window reaches into, and those that it writes next. A place that nobody holds keeps its keys until it is wanted, so a prefix can be
-read again for as long as the last of its pages are there.
+read again for as long as the last of its pages are there. Places are given away as pages are: those of the lowest priority first, the least
+recently used first among them; before all others those whose page has gone to somebody else, who has not written to it yet.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pyllm.plan.pages import SlotSizes, Stored, window_needs
-from pyllm.runtime.graph import graph_sizes, token_sizes
-from pyllm.runtime.request import Request
+from pyllm.plan.pages import SlotSizes, window_needs
+from pyllm.runtime.request import Plan, Request
 from pyllm.runtime.sample import to_device
-
-
-def step_sizes(
-    decode: Sequence[int] | None,
-    mixed: Sequence[int] | None,
-    cuda: bool,
-    max_batch: int,
-    most: int,
-    chunk: int,
-    stored: Stored,
-    dtype: torch.dtype,
-    page_size: int,
-) -> tuple[Sequence[int], Sequence[int]]:
-    """Sizes of the steps that a GPU captures, where they are not given: of decodes, and with prompts if decodes are captured at all."""
-    if not cuda:
-        return decode or (), mixed or ()
-    decode = graph_sizes(max_batch) if decode is None else decode
-    if mixed is None:
-        each = [token_sizes(most, chunk, s.kv_slots(), dtype, kind, page_size) for s, kind in stored]
-        mixed = min(each, key=len) if decode else []
-    return decode, mixed
+from pyllm.twins.pool import PRIORITY
 
 
 class WindowPages:
@@ -51,7 +31,9 @@ class WindowPages:
         self.map = torch.zeros(pages, dtype=torch.int32, device=device)
         self._holders = np.zeros(pages, np.int32)
         self._free = list(range(places - 1, 0, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # pages with a place that nobody holds, the longest so first
+        self._worth = np.zeros(pages, np.int32)  # priority of what a place holds
+        # For each priority, pages with a place that nobody holds, the longest so first.
+        self._idle: dict[int, OrderedDict[int, None]] = {}
         self._changed: set[int] = set()
 
     def first(self, position: int) -> int:
@@ -64,19 +46,32 @@ class WindowPages:
             if self._holders[page] > 1:
                 continue
             if self.of[page]:
-                del self._idle[page]
+                self._leave_idle(page)
                 continue
             if not self._free:
-                self._clear(next(iter(self._idle)))
+                self._clear(next(iter(self._idle[min(self._idle)])))
             self.of[page] = self._free.pop()
             self._changed.add(page)
 
-    def drop(self, pages: NDArray[np.int32]) -> None:
-        """The last first, so that the end of a prefix is given away before its beginning."""
+    def renew(self, pages: NDArray[np.int32], worth: int) -> None:
+        """Somebody is going to write to these pages, which nobody holds: what their places held is known no more."""
+        for page in pages[self.of[pages] > 0].tolist():
+            self._clear(page)
+        self._worth[pages] = worth
+
+    def drop(self, pages: NDArray[np.int32], worth: NDArray[np.int32] | None) -> None:
+        """The last first, so that the end of a prefix is given away before its beginning. worth: priorities, None: as they are."""
+        if worth is not None:
+            self._worth[pages] = np.maximum(self._worth[pages], worth)
         for page in pages[::-1].tolist():
             self._holders[page] -= 1
             if self._holders[page] == 0:
-                self._idle[page] = None
+                self._idle.setdefault(int(self._worth[page]), OrderedDict())[page] = None
+
+    def forget(self) -> None:
+        """No place that nobody holds is worth keeping."""
+        for page in [page for level in self._idle.values() for page in level]:
+            self._clear(page)
 
     def flush(self) -> None:
         if self._changed:
@@ -89,11 +84,18 @@ class WindowPages:
         """RuntimeError unless each place is free, or of one page."""
         placed = np.flatnonzero(self.of)
         places = sorted([*self._free, *self.of[placed].tolist()])
-        if places != list(range(1, self.total + 1)) or {*placed.tolist()} != {*self._idle, *np.flatnonzero(self._holders).tolist()}:
+        idle = {page for level in self._idle.values() for page in level}
+        if places != list(range(1, self.total + 1)) or {*placed.tolist()} != idle | {*np.flatnonzero(self._holders).tolist()}:
             raise RuntimeError(f"WindowPages: places of the window {self.window} are lost, or two pages share one")
 
+    def _leave_idle(self, page: int) -> None:
+        level = self._idle[int(self._worth[page])]
+        del level[page]
+        if not level:
+            del self._idle[int(self._worth[page])]
+
     def _clear(self, page: int) -> None:
-        del self._idle[page]
+        self._leave_idle(page)
         self._free.append(int(self.of[page]))
         self.of[page] = 0
         self._changed.add(page)
@@ -125,8 +127,26 @@ class Windows:
             self._spans[request] = [[w.first(request.computed), end] for w in self.each.values()]
         for window, (first, _) in self._of(request):
             window.take(request.pages[first:end])
+        self.renew(request, end)
 
-    def reach(self, request: Request, start: int, end: int) -> None:
+    def renew(self, request: Request, first: int) -> None:
+        """The request's pages from `first` on are new to it."""
+        for window in self.each.values():
+            window.renew(request.pages[first:], 0 if request.retention else PRIORITY)
+
+    def launching(self, plan: Plan) -> None:
+        """Places for what the step writes, in the caches of each window."""
+        for request in plan.decodes if self.each else ():
+            self._reach(request, request.next_position, request.next_position + 1)
+        for chunk in (*plan.drafts, *plan.chunks) if self.each else ():
+            self._reach(chunk.request, chunk.start, chunk.start + chunk.count)
+        self.flush()
+
+    def launched(self, plan: Plan) -> None:
+        for request in (*plan.decodes, *(c.request for c in plan.chunks)) if self.each else ():
+            self.slide(request, request.next_position if request.decoding else request.computed)
+
+    def _reach(self, request: Request, start: int, end: int) -> None:
         """A step writes its tokens `start` .. `end`."""
         self.slide(request, start)
         pages = -(-end // self._page_size)
@@ -140,13 +160,22 @@ class Windows:
         for window, span in self._of(request):
             first = window.first(position)
             if first > span[0]:
-                window.drop(request.pages[span[0] : first])
+                window.drop(request.pages[span[0] : first], self._priorities(request, span[0], first, window))
                 span[0] = first
 
     def leave(self, request: Request) -> None:
         for window, (first, end) in self._of(request):
-            window.drop(request.pages[first:end])
+            window.drop(request.pages[first:end], self._priorities(request, first, end, window))
         self._spans.pop(request, None)
+
+    def _priorities(self, request: Request, first: int, end: int, window: WindowPages) -> NDArray[np.int32] | None:
+        """Of its pages `first` up to `end`: the highest of those that are read together with one, so that a prefix goes as a whole."""
+        each = request.priorities(first, min(end + window.window // self._page_size + 1, len(request.pages)), self._page_size)
+        return None if each is None else np.maximum.accumulate(each[::-1])[::-1][: end - first]
+
+    def forget(self) -> None:
+        for window in self.each.values():
+            window.forget()
 
     def flush(self) -> None:
         for window in self.each.values():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pyllm.api.dummy import DummyWeights
 from pyllm.api.params import SamplingParams
+from pyllm.api.retention import KvCacheRetentionConfig
 from pyllm.models import spec_from_config
 from pyllm.plan.memory import OVERHEAD, memory_plan
 from pyllm.plan.pages import pages_within, window_needs
@@ -20,9 +21,10 @@ from pyllm.runtime.batch import Batch
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.kv import KvPool
 from pyllm.runtime.windows import WindowPages
-from tests.runtime.fake import FakeDraft, FakeModel, FakeSpec, expected
+from tests.runtime.fake import NAN_TOKEN, FakeDraft, FakeModel, FakeSpec, expected
 from tests.runtime.test_draft import nearly, repeating
 from tests.runtime.test_engine import assert_idle, make
+from tests.runtime.test_retention import ALL, CONFIGS, NONE, Range
 from tests.runtime.tiny import CONFIG, VOCAB
 
 WINDOW = 20
@@ -84,8 +86,9 @@ class WindowFake(FakeModel):
     ),
     alike=st.booleans(),
     abort=st.sampled_from([None, 3]),
+    worth=st.lists(CONFIGS, min_size=3, max_size=3),
 )
-def test_any_schedule_finds_its_windows(requests, options, alike, abort) -> None:
+def test_any_schedule_finds_its_windows(requests, options, alike, abort, worth) -> None:
     draft, options = options.pop("draft"), dict(options)
     if draft:
         options |= {"draft_len": 3, "deterministic": False}
@@ -100,6 +103,7 @@ def test_any_schedule_finds_its_windows(requests, options, alike, abort) -> None
             if at == step:
                 prompt = text[:n] if alike else rng.integers(0, 59, n).tolist()
                 live.append(engine.submit(prompt, SamplingParams(max_tokens=most)))
+                live[-1].retention = worth[len(live) % 3]
         if step == abort and live:
             engine.abort(live[0])
         engine.step()
@@ -136,6 +140,59 @@ def test_a_prefix_is_reused_while_the_end_of_it_is_there() -> None:
     assert got[2].cached_tokens == 0  # its places were given to others, although its pages are still known
     assert engine.pool.cached > 5
     assert len({tuple(r.token_ids) for r in got}) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "kept"),
+    [
+        (None, None, 0),
+        (ALL, None, 64),
+        (NONE, None, 0),
+        (ALL, ALL, 0),  # among equals the oldest goes
+        (None, NONE, 64),
+        (KvCacheRetentionConfig([Range(48, 64, 90)]), None, 64),  # the page before is read with it, so it is worth as much
+        (KvCacheRetentionConfig([Range(0, 32, 90)]), None, 32),  # the first 32 tokens, and nothing behind them
+    ],
+)
+def test_places_of_high_priority_stay(first, other, kept: int) -> None:
+    """6 places: a prompt leaves 2 that its reuse needs; another one of 80 tokens goes through as many as it can get."""
+    engine = make(WindowFake(), WindowSpec(), max_batch=1, chunk=16, pages=60)
+    prompt = np.random.default_rng(0).integers(0, 59, 80).tolist()
+    for ids, config in ((prompt, first), ([5] * 90, other), (prompt, None)):
+        request = engine.submit(ids, SamplingParams(max_tokens=2))
+        request.retention = config
+        engine.run()
+        assert_idle(engine)
+    assert request.cached_tokens == kept
+    assert request.token_ids == expected(prompt, 2, 120)
+
+
+def test_a_place_is_free_when_its_page_goes_to_somebody_else() -> None:
+    window = WindowPages(WINDOW, 4, 20, 16, torch.device("cpu"))
+    dear, plain = np.array([3, 4], np.int32), np.array([5], np.int32)
+    window.take(dear)
+    window.drop(dear, np.array([90, 90], np.int32))
+    window.take(plain)
+    window.drop(plain, None)
+    window.renew(dear[:1], 35)
+    assert window.of[[3, 4, 5]].tolist() == [0, 2, 3]
+    window.take(np.array([6, 7], np.int32))  # the free place, then that of the lowest priority
+    assert window.of[[4, 5, 6, 7]].tolist() == [2, 0, 1, 3]
+    window.check()
+
+
+def test_nothing_is_worth_a_place_when_no_page_is_known_any_more() -> None:
+    engine = make(WindowFake(), WindowSpec(), max_batch=2, chunk=16, pages=60)
+    requests = [engine.submit([n] * 50, SamplingParams(max_tokens=2)) for n in (1, NAN_TOKEN)]
+    requests[0].retention = ALL
+    engine.run()
+    assert [r.finish_reason for r in requests] == ["length", "error"]
+    (window,) = engine._scheduler.windows.each.values()
+    assert (window.of > 0).sum() <= 4  # of pages that were in use when the other request failed
+    assert_idle(engine)
+    again = engine.submit([1] * 50, SamplingParams(max_tokens=2))
+    engine.run()
+    assert again.token_ids == requests[0].token_ids
 
 
 def test_pages_for_a_given_memory() -> None:
