@@ -1,10 +1,13 @@
-"""The engines that bench.serving measures: pyllm and vLLM behind one method `run`, and a model whose output is known beforehand."""
+"""The engines that bench.serving measures: pyllm, vLLM and transformers behind one method `run`, and a model whose output is known
+beforehand."""
 
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +74,18 @@ class Ours:
             "host_ms_per_step": host / max(steps, 1) * 1e3,
             "decode_steps": decodes,
             "host_ms_per_decode_step": decode_host / max(decodes, 1) * 1e3,
+            **step_times([o.timing.tokens for o in outputs]),
             "ids": [o.outputs[0].token_ids for o in outputs],
         }
+
+
+def step_times(seen: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Milliseconds from one step to the next, medians: of those that gave a request its first token, and of the others. seen: for each
+    request when the host saw its tokens, which is once a step for all."""
+    firsts = {times[0] for times in seen}
+    gaps = [((b - a) * 1e3, b in firsts) for a, b in pairwise(sorted({t for times in seen for t in times}))]
+    kinds = {"prompt_step_ms": [ms for ms, first in gaps if first], "decode_step_ms": [ms for ms, first in gaps if not first]}
+    return {name: statistics.median(some) for name, some in kinds.items() if some}
 
 
 def _host(engine: Engine) -> tuple[float, ...]:
@@ -108,7 +121,36 @@ class Vllm:
         return {"tokens": sum(len(o.outputs[0].token_ids) for o in outputs), "seconds": seconds, "ttft_ms": [seconds * 1e3]}
 
 
-ENGINES: dict[str, Callable[[str, Path], Any]] = {"pyllm": Ours, "vllm": Vllm}
+class Transformers:
+    """`generate` of transformers on a model of its own, not compiled. model: a folder with a config.json."""
+
+    def __init__(self, name: str, model: Path, device: str = "cuda") -> None:
+        import torch
+        import transformers
+
+        if MODELS[name][1]:
+            raise ValueError(f"transformers: {name} is quantized, expected a model in bf16")
+        config = transformers.AutoConfig.from_pretrained(model)
+        with torch.device(device):
+            self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+    def run(self, ids: Sequence[list[int]], output_len: int) -> dict[str, Any]:
+        import torch
+
+        prompts = torch.tensor(ids, device=self.model.device)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            out = self.model.generate(
+                prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=output_len, min_new_tokens=output_len,
+                do_sample=False, pad_token_id=0,
+            ).cpu()  # fmt: skip
+        seconds, tokens = time.perf_counter() - start, out.numel() - prompts.numel()
+        if tokens != len(ids) * output_len:
+            raise RuntimeError(f"transformers: {tokens} tokens came, expected {len(ids)} x {output_len}")
+        return {"tokens": tokens, "seconds": seconds, "ttft_ms": [seconds * 1e3], "attention": self.model.config._attn_implementation}
+
+
+ENGINES: dict[str, Callable[[str, Path], Any]] = {"pyllm": Ours, "vllm": Vllm, "hf": Transformers}
 
 
 class WalkWeights(DummyWeights):

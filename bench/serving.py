@@ -1,12 +1,14 @@
 """`python -m bench.serving`: whole engines, tokens per second and time to the first token, pyllm beside vLLM on the same GPU.
 
 Random weights and prompts, greedy, past end tokens. One process per model and engine runs all rows of that model; engines follow each
-other, so both see the same machine in the same minutes. Records: bench/results/serving.jsonl, one line per row, newest run wins.
+other, so both see the same machine in the same minutes. `--against hf` runs the rows that are compared with transformers' `generate`.
+Records: bench/results/serving.jsonl, one line per row with all that was measured, newest run wins; two runs at a time keep each other's.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib.util
 import json
 import statistics
@@ -26,7 +28,8 @@ from bench.case import ROOT
 from bench.engines import ENGINES, MODELS, edited_text, lookup_speed
 
 RESULTS = ROOT / "bench" / "results" / "serving.jsonl"
-START = {"pyllm": 15.0, "vllm": 55.0}  # seconds until an engine is ready, at least nearly
+START = {"pyllm": 15.0, "vllm": 55.0, "hf": 10.0}  # seconds until an engine is ready, at least nearly
+PEERS = {"vllm": ("vllm", "vLLM"), "hf": ("transformers", "transformers")}  # name -> module, title
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Row:
     ratio: float | None = None
     of: str = ""
     seconds: float = 5.0
+    peer: str = "vllm"  # what the ratio is to
 
     @property
     def unit(self) -> str:
@@ -57,6 +61,7 @@ class Row:
 ROWS = (
     Row("8B bf16, batch 1, 128 / 512", "8b-bf16", "throughput", 1, 128, 512, 235),
     Row("8B bf16, 256 x (1024 / 768)", "8b-bf16", "throughput", 256, 1024, 768, 0, 1.05, seconds=22),
+    Row("8B bf16, batch 1, 128 / 64", "8b-bf16", "throughput", 1, 128, 64, 0, 15, peer="hf"),  # 64: at 13 tokens a second they take long
     Row("8B FP8, batch 1, 128 / 512", "8b-fp8", "throughput", 1, 128, 512, 390),
     Row("8B FP8, first token of 1024", "8b-fp8", "ttft", 8, 1024, 1, 16),
     Row("8B FP8, 256 x (1024 / 1024)", "8b-fp8", "throughput", 256, 1024, 1024, 0, 1.3, seconds=20),
@@ -160,8 +165,8 @@ def _collect(name: str, model: str, rows: Sequence[Row], log: Path, end: float) 
 
 
 def verdict(record: dict[str, Any]) -> str:
-    """Met, missed or unknown: the absolute goal and the ratio to vLLM, whichever the row states; one that is missed decides."""
-    value, peer, goal = record["value"], record["vllm"], record["goal"]
+    """Met, missed or unknown: the absolute goal and the ratio to the peer, whichever the row states; one that is missed decides."""
+    value, peer, goal = record["value"], _peer(record), record["goal"]
     found = []
     if goal:
         found.append(value <= goal if record["unit"] == "ms" else value >= goal)
@@ -174,26 +179,44 @@ def read() -> list[dict[str, Any]]:
     return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []
 
 
+def _keep(found: Sequence[dict[str, Any]]) -> None:
+    """Put these records in the place of older ones of their rows; another process may do the same."""
+    with (ROOT / "build" / "serving.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        records = {r["row"]: r for r in (*read(), *found)}
+        RESULTS.write_text("".join(json.dumps(records[r.name]) + "\n" for r in ROWS if r.name in records))
+
+
 def table(found: Sequence[dict[str, Any]]) -> list[str]:
     """The rows as Markdown."""
     lines = ["| work | pyllm | vLLM | ratio | goal | |", "|---|---|---|---|---|---|"]
     for r in found:
         goals = ([f"{r['goal']:,g} {r['unit']}"] if r["goal"] else []) + ([f"{r['goal_ratio']:g}x"] if r["goal_ratio"] else [])
-        peer, ratio = ("–", "–") if r["vllm"] is None else (f"{r['vllm']:,.4g}", f"{_ratio(r):.2f}")
+        peer, ratio = ("–", "–") if _peer(r) is None else (f"{_peer(r):,.4g}", f"{_ratio(r):.2f}")
+        peer += "" if _name(r) == "vllm" else f" ({PEERS[_name(r)][1]})"
         sign = {"met": "met", "missed": "**missed**", "unknown": "not measured"}[verdict(r)]
         lines.append(f"| {r['row']} | {r['value']:,.5g} {r['unit']} | {peer} | {ratio} | {', '.join(goals)} | {sign} |")
     return lines
 
 
+def _name(record: dict[str, Any]) -> str:
+    return record.get("peer", "vllm")
+
+
+def _peer(record: dict[str, Any]) -> float | None:
+    return record[_name(record)]
+
+
 def _ratio(record: dict[str, Any]) -> float:
-    return record["vllm"] / record["value"] if record["unit"] == "ms" else record["value"] / record["vllm"]
+    ours, peer = record["value"], record[_name(record)]
+    return peer / ours if record["unit"] == "ms" else ours / peer
 
 
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m bench.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("rows", nargs="*", metavar="ROW", help="names of rows (see --list); none: all")
     p.add_argument("--models", default=",".join(MODELS), metavar="NAME[,NAME]", help=f"only rows of these: {', '.join(MODELS)}")
-    p.add_argument("--against", choices=["vllm"], help="run the peer too; it must be installed")
+    p.add_argument("--against", choices=list(PEERS), help="run the peer too, on the rows compared with it; it must be installed")
     p.add_argument("--list", action="store_true", help="list the rows, and stop")
     p.add_argument("--seconds", type=float, default=1e6, help="leave out what cannot be done in so many seconds in all")
     p.add_argument("--worker", choices=list(ENGINES), help=argparse.SUPPRESS)
@@ -203,9 +226,9 @@ def main(argv: list[str] | None = None) -> int:
     wrong = [n for n in args.rows if n not in {r.name for r in ROWS}] + [m for m in models if m not in MODELS]
     if wrong:
         p.error(f"no row or model is named {wrong[0]!r}; rows: {'; '.join(r.name for r in ROWS)}; models: {', '.join(MODELS)}")
-    if args.against and importlib.util.find_spec("vllm") is None:
-        p.error("--against vllm: vLLM is not installed")
-    rows = [r for r in ROWS if r.model in models and (not args.rows or r.name in args.rows)]
+    if args.against and importlib.util.find_spec(PEERS[args.against][0]) is None:
+        p.error(f"--against {args.against}: {PEERS[args.against][1]} is not installed")
+    rows = [r for r in ROWS if r.model in models and (not args.rows or r.name in args.rows) and args.against in (None, r.peer)]
     if args.list:
         print("\n".join(f"{r.name}  ({r.model}, {r.kind})" for r in rows))
         return 0
@@ -218,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
 def _measure_all(models: Sequence[str], rows: Sequence[Row], against: str | None, end: float) -> int:
     from bench import machine
 
-    logs, records = ROOT / "build", {r["row"]: r for r in read()}
+    logs = ROOT / "build"
     logs.mkdir(exist_ok=True)
     about = machine.describe(machine.Monitor(), "python -m bench.serving" + (f" --against {against}" if against else ""))
     failed = 0
@@ -226,18 +249,20 @@ def _measure_all(models: Sequence[str], rows: Sequence[Row], against: str | None
         if not (mine := [r for r in rows if r.model == model]):
             continue
         lookups = [r for r in mine if r.kind == "lookup"]  # two engines of their own, in a process of their own
-        ours, peers = {}, {}
+        ours: dict[str, dict[str, Any]] = {}
+        peers: dict[str, dict[str, Any]] = {}
         for name, some in (("pyllm", [r for r in mine if r not in lookups]), ("pyllm", lookups), (against, mine)):
             if not some or not name:
                 continue
             log = logs / f"serving_{name}_{'lookup_' * (some is lookups)}{model}.log"
             (ours if name == "pyllm" else peers).update(_collect(name, model, some, log, end))
+            found = []
             for row in (row for row in mine if row.name in ours):
-                stated = {"row": row.name, "unit": row.unit, "goal": row.goal, "goal_ratio": row.ratio}
-                peer = {"vllm": peers.get(row.name, {}).get("value")}
-                records[row.name] = stated | ours[row.name] | peer | {k: about[k] for k in ("gpu", "torch", "commit", "time", "command")}
-            ordered = [records[r.name] for r in ROWS if r.name in records]
-            RESULTS.write_text("".join(json.dumps(r) + "\n" for r in ordered))  # each time: what comes later may be ended from outside
+                stated = {"row": row.name, "unit": row.unit, "goal": row.goal, "goal_ratio": row.ratio, "peer": row.peer}
+                theirs = peers.get(row.name, {})
+                peer = {row.peer: theirs.get("value")} | {f"{row.peer}_{k}": v for k, v in theirs.items() if k != "value"}
+                found.append(stated | ours[row.name] | peer | {k: about[k] for k in ("gpu", "torch", "commit", "time", "command")})
+            _keep(found)  # each time: what comes later may be ended from outside
         failed += len(mine) - len(ours)
     print("\n".join(table(read())))
     return 1 if failed else 0

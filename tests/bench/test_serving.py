@@ -32,6 +32,9 @@ def record(**changes: Any) -> dict[str, Any]:
         ({"goal": 1300}, "met"),
         ({"unit": "ms", "goal": 16, "goal_ratio": None, "value": 15.9}, "met"),
         ({"unit": "ms", "goal": 16, "goal_ratio": None, "value": 16.1}, "missed"),
+        ({"peer": "hf", "hf": 86.0, "goal_ratio": 15, "vllm": 1.0}, "met"),
+        ({"peer": "hf", "hf": 87.0, "goal_ratio": 15, "vllm": 1.0}, "missed"),
+        ({"peer": "hf", "hf": None, "goal_ratio": 15}, "unknown"),
     ],
 )
 def test_a_row_meets_its_goals_or_not(changes: dict[str, Any], expected: str) -> None:
@@ -43,6 +46,8 @@ def test_the_table_shows_both_engines_and_their_ratio() -> None:
     assert rows[0] == "| 8B FP8, 256 | 1,300 tok/s | 1,000 | 1.30 | 1.3x | met |"
     assert "| 20 | 2.00 | 16 ms |" in rows[1]
     assert "| – | – | 1.3x | not measured |" in rows[2]
+    (row,) = serving.table([record(peer="hf", hf=65.0, goal_ratio=15)])[2:]
+    assert "| 65 (transformers) | 20.00 | 15x | met |" in row
 
 
 def test_the_page_has_a_section_where_engines_were_measured() -> None:
@@ -151,6 +156,42 @@ def test_names_are_unique_and_rates_come_before_their_use() -> None:
     names = [r.name for r in serving.ROWS]
     assert len(set(names)) == len(names)
     assert all(names.index(r.of) < i for i, r in enumerate(serving.ROWS) if r.of)
+
+
+def test_step_times_are_those_between_tokens_of_all_requests() -> None:
+    """Steps at 1, 2, 3, 5 and 6 s; the second request gets its first token with the step that ends at 3."""
+    assert engines.step_times([[1.0, 2.0, 3.0, 5.0], [3.0, 5.0, 6.0]]) == {"prompt_step_ms": 1000.0, "decode_step_ms": 1000.0}
+    assert engines.step_times([[1.0, 2.0, 4.0, 7.0]]) == {"decode_step_ms": 2000.0}
+    assert engines.step_times([[1.0]]) == {}
+
+
+def test_transformers_beside_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(engines.MODELS, "small", ("small", None, "auto"))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["llama-3.1-8b"] | SMALL))
+    got = engines.Transformers("small", tmp_path, "cpu").run([[1, 2, 3]], 5)
+    assert got["tokens"] == 5 and got["seconds"] > 0
+    with pytest.raises(ValueError, match="8b-fp8 is quantized, expected a model in bf16"):
+        engines.Transformers("8b-fp8", tmp_path, "cpu")
+
+
+def test_a_peer_runs_the_rows_that_are_compared_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    asked: list[tuple[str | None, set[str]]] = []
+    monkeypatch.setattr(serving, "_measure_all", lambda models, rows, against, end: asked.append((against, {r.peer for r in rows})) or 0)
+    for arguments in ([], ["--against", "vllm"], ["--against", "hf"]):
+        assert serving.main(arguments) == 0
+    assert asked == [(None, {"vllm", "hf"}), ("vllm", {"vllm"}), ("hf", {"hf"})]
+
+
+def test_runs_at_the_same_time_keep_the_records_of_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "RESULTS", tmp_path / "serving.jsonl")
+    monkeypatch.setattr(serving, "ROOT", tmp_path)
+    (tmp_path / "build").mkdir()
+    first, second = serving.ROWS[0].name, serving.ROWS[1].name
+    serving._keep([record(row=second, value=1.0)])
+    serving._keep([record(row=first, value=2.0)])
+    serving._keep([record(row=second, value=3.0)])
+    assert [(r["row"], r["value"]) for r in serving.read()] == [(first, 2.0), (second, 3.0)]
 
 
 def test_unknown_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
