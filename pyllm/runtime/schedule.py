@@ -188,12 +188,13 @@ class Scheduler:
                 return None
             self._name(request, 0, found if request.retention else found[:0])
         kept = self.pool.load(request.keys[len(found) : full], cell // self.page_size) if isinstance(self.pool, WatchedPool) else []
-        part, shared = self._part(request, len(found)) if len(found) < need and not kept else (found[:0], 0)
-        if need - len(found) > self.pool.available:
+        missing = need - len(found)
+        if missing > self.pool.available:
             self.pool.free(found)
-            self.pool.free(part)
             return False
-        fresh = self.pool.allocate(need - len(found))
+        # The source of a copy is held until the copy is ordered, so there must be room beside it.
+        part, shared = self._part(request, len(found)) if 0 < missing < self.pool.available and not kept else (found[:0], 0)
+        fresh = self.pool.allocate(missing)
         if shared:
             self._moves.append(("copy", int(part[0]), int(fresh[0])))
         self.pool.free(part)  # whoever gets it next writes to it after the copy

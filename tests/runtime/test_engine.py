@@ -384,6 +384,22 @@ def test_the_beginning_of_a_page_is_reused_by_a_copy() -> None:
         assert other.cached_tokens == 0
 
 
+def test_a_request_that_needs_every_page_does_not_wait_for_the_one_it_would_copy() -> None:
+    """Nothing else runs, so nothing would ever give a page back: one that is held to be copied must not be the one that is missing."""
+    for reserve in (True, False):
+        model = FakeModel()
+        engine = make(model, pages=4, partial=True, chunk=100, reserve=reserve)  # three pages, and each request needs three
+        text = list(range(1, 41))
+        asked = [text, [*text[:27], 50, 51, 52, 53, 54, 55], [*text[:5], 50], [*text[:5], *text[5:30], 50]]
+        requests = []
+        for prompt in asked:
+            requests.append(engine.submit(prompt, SamplingParams(max_tokens=48 - len(prompt))))
+            engine.run()
+        for r in requests:
+            assert (r.error, r.token_ids) == (None, expected(r.prompt_token_ids, r.params.max_tokens, 120))
+        assert_idle(engine)
+
+
 def test_full_chunks_have_one_size_and_the_sizes_of_a_graph() -> None:
     """Steps of a ramp count the generating requests in: all have the chunk's size, but the last, which is too small to be padded to it."""
     model = FakeModel()

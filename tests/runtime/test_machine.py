@@ -25,6 +25,7 @@ SWITCHES = st.fixed_dictionaries(
         "draft_len": st.sampled_from([0, 0, 3]),
         "draft_model": st.sampled_from([None, (FakeSpec(), FakeDraft(nearly))]),
         "chunk": st.sampled_from([5, 40]),
+        "pages": st.sampled_from([9, 10]),  # the first: as many as the longest request needs, beside the dummy page
     }
 )
 
@@ -33,7 +34,7 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(switches=SWITCHES)
     def start(self, switches) -> None:
         switches = switches | ({} if switches["draft_len"] else {"draft_model": None})
-        self.engine = make(FakeModel(choose=repeating), pages=10, max_batch=3, eos_ids=(EOS,), **switches)
+        self.engine = make(FakeModel(choose=repeating), max_batch=3, eos_ids=(EOS,), **switches)
         self.requests: list = []
 
     @rule(n=st.sampled_from([1, 2, 15, 16, 17, 40, 60]), most=st.sampled_from([1, 2, 16, 40, 80]), own=st.booleans(), data=st.data())
