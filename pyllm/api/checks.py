@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -86,3 +86,10 @@ def check_draft(spec: DecoderSpec, draft: DecoderSpec, max_length: int, draft_le
         raise ValueError(f"Engine: the draft model has {draft.max_positions} positions, expected max_length={max_length} or more")
     if draft_len < 1:
         raise ValueError(f"Engine: draft_len is {draft_len}, expected at least 1 with a draft_model")
+
+
+def check_captured(name: str, sizes: Sequence[int], most: int) -> list[int]:
+    for n in sizes:
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= most:
+            raise ValueError(f"Engine: {name} holds {n!r}, expected sizes from 1 to {most}")
+    return list(sizes)

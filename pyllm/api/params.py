@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, ClassVar
 
 from pyllm.api.refuse import Checked
@@ -226,3 +227,19 @@ def id_tuple(where: str, ids: Any) -> tuple[int, ...]:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{where} holds {value!r}, expected token ids")
     return values
+
+
+def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab):
+        return  # all at once: hundreds of prompts may come together, and the GPU waits for the first step
+    bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, Integral) or not 0 <= i < vocab]
+    if bad:
+        raise ValueError(f"submit: {name} holds {bad[0]!r}, expected token ids from 0 to {vocab - 1}")
+
+
+def check_order(priority: object, salt: object) -> None:
+    """ValueError for what would raise only in the engine's thread."""
+    if type(priority) is not int:
+        raise ValueError(f"submit: priority is {priority!r}, expected an integer")
+    if not isinstance(salt, str) or any("\ud800" <= c <= "\udfff" for c in salt):
+        raise ValueError(f"submit: the cache salt is {salt!r}, expected a text")

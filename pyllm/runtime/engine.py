@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyllm.api.checks import POOL_SHARE, DecoderSpec, check_draft, check_sizes, check_types, grid_of
-from pyllm.api.params import SamplingParams
+from pyllm.api.params import SamplingParams, check_order
 from pyllm.layers.apart import apart
 from pyllm.plan.calibrate import find_scales
 from pyllm.plan.pages import Stored, count_pages, free_bytes
@@ -20,9 +20,10 @@ from pyllm.runtime.graph import step_sizes
 from pyllm.runtime.host import BlockPool
 from pyllm.runtime.kv import KvPool
 from pyllm.runtime.offload import watched
-from pyllm.runtime.request import Chunk, Request, check_order, new_request
+from pyllm.runtime.request import Chunk, Request, new_request
 from pyllm.runtime.runner import Flight, Runner
 from pyllm.runtime.schedule import Scheduler
+from pyllm.runtime.tape import Tape
 from pyllm.runtime.windows import Windows
 
 
@@ -52,36 +53,15 @@ class Engine:
     decode_steps, decode_host_seconds = 0, 0.0  # of those without prompts
 
     def __init__(
-        self,
-        spec: DecoderSpec,
-        weights: Mapping[str, Tensor] | Callable[[Batch], Tensor],
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        page_size: int = 64,
-        pages: int | None = None,
-        max_tokens: int | None = None,
-        memory_share: float | None = None,
-        spare_bytes: int = 0,
-        max_batch: int = 8,
-        chunk: int = 512,
-        max_length: int | None = None,
-        kv_dtype: torch.dtype | None = None,
-        kv_scales: Mapping[int, tuple[Tensor, Tensor]] | None = None,
-        eos_ids: Iterable[int] = (),
-        reserve: bool = True,
-        reuse: bool = True,
-        partial: bool = False,
-        tiers: tuple[int, int] = (0, 0),
-        overlap: bool | None = None,
-        graph_sizes: Sequence[int] | None = None,
-        mixed_sizes: Sequence[int] | None = None,
-        draft_len: int = 0,
-        draft_ngram: int = 3,
-        draft_model: tuple[DecoderSpec, Mapping[str, Tensor] | Callable[[Batch], Tensor]] | None = None,
-        deterministic: bool = False,
+        self, spec: DecoderSpec, weights: Mapping[str, Tensor] | Callable[[Batch], Tensor], *, device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32, page_size: int = 64, pages: int | None = None, max_tokens: int | None = None,
+        memory_share: float | None = None, spare_bytes: int = 0, max_batch: int = 8, chunk: int = 512, max_length: int | None = None,
+        kv_dtype: torch.dtype | None = None, kv_scales: Mapping[int, tuple[Tensor, Tensor]] | None = None, eos_ids: Iterable[int] = (),
+        reserve: bool = True, reuse: bool = True, partial: bool = False, tiers: tuple[int, int] = (0, 0), overlap: bool | None = None,
+        graph_sizes: Sequence[int] | None = None, mixed_sizes: Sequence[int] | None = None, draft_len: int = 0, draft_ngram: int = 3,
+        draft_model: tuple[DecoderSpec, Mapping[str, Tensor] | Callable[[Batch], Tensor]] | None = None, deterministic: bool = False,
         progress: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         sizes = {"max_batch": max_batch, "chunk": chunk, "page_size": page_size, "draft_ngram": draft_ngram}
         check_sizes(sizes, {"pages": pages, "max_tokens": max_tokens, "max_length": max_length}, spec.max_positions)
         self.spec, self.device, self.max_length = spec, torch.device(device), max_length or spec.max_positions
@@ -108,6 +88,7 @@ class Engine:
             partial=partial, grid=grid, moves=moves, windows=windows,
         )  # fmt: skip
         self._runner.capture(progress)
+        self._tape = Tape(self._runner.rows, spec.vocab_size, usable=reserve and not windows and not draft_len)
         self._propose = None if not draft_len else self._runner.guess if draft else by_lookup(draft_len, draft_ngram)
         self.overlap = (cuda if overlap is None else overlap) and not draft_len
         self._flights, self._next_id, self._vocab = deque[Flight](), 0, spec.vocab_size
@@ -189,37 +170,42 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Launch a step and read a launched one; the requests that got a token or ended in what was read. [] when nothing was read."""
-        start, waited, moved = time.perf_counter(), 0.0, list[Request]()
+        start, waited, moved = time.perf_counter(), 0.0, list[Request | None]()
         plan = self._scheduler.schedule(self._propose if self._runner.traits.plain else None)
         if plan is not None:
             moves = self._scheduler.take_moves()
             for kv in self._pools if moves else ():
                 kv.move(moves)
+            if plan.chunks:
+                self._tape.hand_out()
             self._flights.append(self._runner.launch(plan))
-            self._scheduler.launched(plan)
+            if not self._tape.launched(plan, self._runner.traits):
+                self._scheduler.launched(plan)
             self.steps += 1
         elif self._scheduler.waiting and not self._flights:
             raise RuntimeError("Engine: requests wait although nothing runs and the pool is free")
         under_way = int(plan is not None and self.overlap and not self._runner.traits.waits)
         while len(self._flights) > under_way:
-            waited += self._read(moved)
+            seconds, some = self._read()
+            waited, moved = waited + seconds, moved + some if moved else some
         host = time.perf_counter() - start - waited - self._runner.take_guess_seconds()
         self.host_seconds += host
         if plan is not None and not plan.chunks:
             self.decode_steps, self.decode_host_seconds = self.decode_steps + 1, self.decode_host_seconds + host
-        return moved
+        return moved  # type: ignore[return-value]  # idle rows are in no list that is given out
 
     def run(self) -> None:
         """Step until every request has ended."""
         while self.has_work:
             self.step()
 
-    def _read(self, moved: list[Request]) -> float:
-        """Take in the tokens of the oldest step under way; returns the seconds spent waiting for them."""
-        flight = self._flights.popleft()
-        start = time.perf_counter()
+    def _read(self) -> tuple[float, list[Request | None]]:
+        """Take in the tokens of the oldest step under way; the seconds spent waiting for them, and whose they are."""
+        flight, start = self._flights.popleft(), time.perf_counter()
         tokens = flight.wait()
-        now = time.perf_counter()
+        now, moved = time.perf_counter(), list[Request | None]()
+        if self._tape.read(flight.requests, tokens, now):
+            return now - start, flight.requests
         for asked, at, logprobs in flight.prompt_logprobs:
             assert asked.prompt_logprobs is not None
             asked.prompt_logprobs[at : at + len(logprobs.tops)] = logprobs.read()
@@ -228,13 +214,12 @@ class Engine:
                 if owner.finish_reason is None and owner.logprobs is not None and entry.rank:
                     owner.logprobs.append(entry)
         if flight.drafts:
-            self._read_drafts(flight.drafts, tokens, now, moved)
-            return now - start
-        for request, token in zip(flight.requests, tokens, strict=True):
+            self._read_drafts(flight.drafts, tokens.tolist(), now, moved)
+        for request, token in zip(flight.requests, tokens.tolist() if flight.requests else (), strict=True):
             if request is not None and request.finish_reason is None:
                 moved.append(request)
                 self._append(request, token, now)
-        return now - start
+        return now - start, moved
 
     def _append(self, request: Request, token: int, now: float) -> None:
         if token < 0 or token >= self._vocab:
@@ -245,7 +230,7 @@ class Engine:
             self._check_end(request, token)
         return None
 
-    def _read_drafts(self, drafts: list[Chunk], tokens: list[int], now: float, moved: list[Request]) -> None:
+    def _read_drafts(self, drafts: list[Chunk], tokens: list[int], now: float, moved: list[Request | None]) -> None:
         at = 0
         for chunk in drafts:
             request, chosen = chunk.request, tokens[at : at + chunk.count]
@@ -283,6 +268,7 @@ class Engine:
         return None
 
     def _finish(self, request: Request, reason: str) -> None:
+        self._tape.hand_out()
         request.finish_reason = reason
         if reason == "error":
             request.named = -1

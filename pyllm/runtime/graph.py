@@ -68,13 +68,6 @@ def wasteful(tokens: int, size: int) -> bool:
     return size > MAX_SIZE and 16 * (size - tokens) > size
 
 
-def check_sizes(name: str, sizes: Sequence[int], most: int) -> list[int]:
-    for n in sizes:
-        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= most:
-            raise ValueError(f"Engine: {name} holds {n!r}, expected sizes from 1 to {most}")
-    return list(sizes)
-
-
 class Graphs:
     """`run(kind, size)`: the output of `kinds[kind](size)`, through a graph where one was captured."""
 

@@ -29,15 +29,10 @@ class KvPool:
     """
 
     def __init__(
-        self,
-        slots: Mapping[int, SlotSizes],
-        pages: int,
-        page_size: int = 64,
-        dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str = "cpu",
-        scales: Mapping[int, tuple[Tensor, Tensor]] | None = None,
+        self, slots: Mapping[int, SlotSizes], pages: int, page_size: int = 64, dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu", scales: Mapping[int, tuple[Tensor, Tensor]] | None = None,
         windows: Mapping[int, WindowPages] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         each = {number: page_bytes({number: slot}, page_size, dtype) for number, slot in slots.items()}
         self.device, self._windows = torch.device(device), windows or {}
         if pages < 2:

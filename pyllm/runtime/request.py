@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pyllm.api.params import SamplingParams
+from pyllm.api.params import SamplingParams, check_ids
 
 if TYPE_CHECKING:
     from pyllm.api.retention import KvCacheRetentionConfig
@@ -161,7 +161,7 @@ def new_request(prompt_token_ids: Iterable[int], params: SamplingParams | None, 
     bias = [t for t, _ in params.logit_bias]
     lists = {"the prompt": prompt, "stop_token_ids": params.stop_token_ids, "bad_token_ids": params.bad_token_ids, "logit_bias": bias}
     for name, ids in lists.items():
-        _check_ids(name, ids, vocab)
+        check_ids(name, ids, vocab)
     request = Request(-1, prompt if set(map(type, prompt)) == {int} else [int(i) for i in prompt], params)
     request.logprobs = None if params.logprobs is None else []
     request.prompt_logprobs = None if params.prompt_logprobs is None else [None] * len(prompt)
@@ -170,19 +170,3 @@ def new_request(prompt_token_ids: Iterable[int], params: SamplingParams | None, 
     request.limit = len(request.tokens) - len(prompt)
     request.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
     return request
-
-
-def _check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
-    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab):
-        return  # all at once: hundreds of prompts may come together, and the GPU waits for the first step
-    bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, (int, np.integer)) or not 0 <= i < vocab]
-    if bad:
-        raise ValueError(f"submit: {name} holds {bad[0]!r}, expected token ids from 0 to {vocab - 1}")
-
-
-def check_order(priority: object, salt: object) -> None:
-    """ValueError for what would raise only in the engine's thread."""
-    if type(priority) is not int:
-        raise ValueError(f"submit: priority is {priority!r}, expected an integer")
-    if not isinstance(salt, str) or any("\ud800" <= c <= "\udfff" for c in salt):
-        raise ValueError(f"submit: the cache salt is {salt!r}, expected a text")

@@ -34,6 +34,7 @@ class Rows:
         self.requests: list[Request | None] = [None] * max_batch
         self.top = self.count = 0
         self.version = 0  # another one when requests have come or gone
+        self._held: tuple[int, list[Request | None]] = 0, []
         self._shift, self._mask = page_size.bit_length() - 1, page_size - 1
         self.token = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._scalars = torch.zeros(_SCALARS, max_batch, dtype=torch.int32, device=device)
@@ -55,6 +56,12 @@ class Rows:
         self.requests[row], request.row = request, row
         self.top = max(self.top, row + 1)
         self._staged[row] = request
+
+    def held(self) -> list[Request | None]:
+        """Who holds rows 0 .. `top`: the same list for as long as the version is, since a copy touches each request."""
+        if self._held[0] != self.version:
+            self._held = self.version, self.requests[: self.top]
+        return self._held[1]
 
     def changed(self, request: Request, token: int = -1) -> None:
         """The request's pages are others now, or the host has chosen its last token (only where no step is under way)."""
@@ -119,15 +126,9 @@ class Rows:
     def batch(self, n: int, caches: dict[int, KvCache]) -> Batch:
         """A decode step of rows 0 .. n - 1: all of it is there already."""
         return Batch(
-            ids=self.token[:n],
-            positions=self._scalars[POSITION, :n],
-            slots=self._slots[:n],
-            q_starts=self._starts[: n + 1],
-            kv_lens=self._scalars[KV_LEN, :n],
-            page_table=self._table[:n],
-            caches=caches,
-            max_q=1,
-        )
+            ids=self.token[:n], positions=self._scalars[POSITION, :n], slots=self._slots[:n], q_starts=self._starts[: n + 1],
+            kv_lens=self._scalars[KV_LEN, :n], page_table=self._table[:n], caches=caches, max_q=1,
+        )  # fmt: skip
 
     def advance(self, n: int, sampled: Tensor) -> None:
         """Rows 0 .. n - 1 have sampled these tokens and go one position further; a failed row (-1) goes on with token 0 until the host

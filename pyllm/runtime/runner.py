@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyllm.api.checks import check_captured
 from pyllm.ops.attention import INT8_ROWS
 from pyllm.ops.sampling import sample_tokens
 from pyllm.runtime.batch import Batch
 from pyllm.runtime.draft import DraftModel
-from pyllm.runtime.graph import Graphs, check_sizes, mixed_shapes, wasteful
+from pyllm.runtime.graph import Graphs, mixed_shapes, wasteful
 from pyllm.runtime.kv import KvPool
 from pyllm.runtime.request import Request
 from pyllm.runtime.rows import Rows
@@ -29,17 +30,17 @@ from pyllm.runtime.step import PackedStep, StepBuffers, padded_rows
 class Flight:
     """A launched step: what the host reads of it later. requests: who sampled tokens[i]; None: an idle row."""
 
-    requests: Sequence[Request | None]
+    requests: list[Request | None]
     tokens: Tensor | None
     logprobs: tuple[list[Request], Logprobs] | None = None
     prompt_logprobs: list[tuple[Request, int, Logprobs]] = field(default_factory=list)
     drafts: list[Chunk] = field(default_factory=list)  # then tokens has one for each of their tokens
     done: torch.cuda.Event | None = None
 
-    def wait(self) -> list[int]:
+    def wait(self) -> np.ndarray:
         if self.done is not None:
             self.done.synchronize()
-        return [] if self.tokens is None else self.tokens.tolist()
+        return np.empty(0, np.int32) if self.tokens is None else self.tokens.numpy()
 
 
 class Runner:
@@ -49,19 +50,9 @@ class Runner:
     """
 
     def __init__(
-        self,
-        module: Callable[[Batch], Tensor],
-        kv: KvPool,
-        *,
-        vocab: int,
-        max_batch: int,
-        max_length: int,
-        max_tokens: int,
-        decode_sizes: Sequence[int],
-        mixed_sizes: Sequence[int],
-        draft: DraftModel | None = None,
-        guess_rows: int = 0,
-    ) -> None:
+        self, module: Callable[[Batch], Tensor], kv: KvPool, *, vocab: int, max_batch: int, max_length: int, max_tokens: int,
+        decode_sizes: Sequence[int], mixed_sizes: Sequence[int], draft: DraftModel | None = None, guess_rows: int = 0,
+    ) -> None:  # fmt: skip
         max_pages = min(-(-max_length // kv.page_size), kv.pages - 1)  # no request can hold more than the pool has
         room: dict[str, Any] = {"max_batch": max_batch, "max_pages": max_pages, "page_size": kv.page_size, "device": kv.device}
         self._module, self._kv, self.rows = draft.beside(module) if draft else module, kv, Rows(**room)
@@ -69,8 +60,8 @@ class Runner:
         apart = INT8_ROWS if kv.dtype == torch.int8 else None
         self._buffers = StepBuffers(max_tokens=max_tokens, pages=kv.pages, vocab=vocab, most_rows=apart, guess_rows=guess_rows, **room)
         self._shaper = Shaper(max_batch=max_batch, vocab=vocab, device=kv.device)
-        self.decode_sizes = check_sizes("graph_sizes", sorted(decode_sizes), max_batch)
-        mixed_sizes = check_sizes("mixed_sizes", mixed_sizes, max_tokens)
+        self.decode_sizes = check_captured("graph_sizes", sorted(decode_sizes), max_batch)
+        mixed_sizes = check_captured("mixed_sizes", mixed_sizes, max_tokens)
         if apart and mixed_sizes:  # the sequences of a captured step may have any length
             raise ValueError("Engine: mixed_sizes (capture_num_tokens) with an int8 cache, expected none: such steps run without graphs")
         self.mixed_sizes = mixed_shapes(mixed_sizes, max_batch)
@@ -91,7 +82,7 @@ class Runner:
     def traits(self) -> Traits:
         """Of all requests that hold a row."""
         if self._version != self.rows.version:
-            self._traits = Traits.of([r for r in self.rows.requests[: self.rows.top] if r is not None])
+            self._traits = Traits.of([r for r in self.rows.held() if r is not None])
             self._version = self.rows.version
         return self._traits
 
@@ -138,7 +129,7 @@ class Runner:
     def _decode(self) -> Flight:
         top, traits = self.rows.top, self.traits
         n = next((s for s in self.decode_sizes if s >= top), top)
-        requests = self.rows.requests[:top]
+        requests = self.rows.held()
         if traits.plain:
             return Flight(requests, to_host(self.graphs.run("tokens", n)[:top]))
         logits = self.graphs.run("logits", n)
@@ -188,7 +179,7 @@ class Runner:
         self.rows.advance_some(rows, tokens)
         if traits.shaped:
             self._shaper.count(rows, tokens)
-        return Flight(step.requests, to_host(tokens), self._logprobs(logits, tokens, step.requests), prompt_logprobs)
+        return Flight([*step.requests], to_host(tokens), self._logprobs(logits, tokens, step.requests), prompt_logprobs)
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, requests: Sequence[Request | None]) -> tuple[list[Request], Logprobs] | None:
         asked = [(i, r, r.params.logprobs) for i, r in enumerate(requests) if r is not None and r.params.logprobs is not None]

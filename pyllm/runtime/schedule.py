@@ -41,20 +41,9 @@ class Scheduler:
     """Queues, pages, rows and the choice of work; knows nothing of tensors."""
 
     def __init__(
-        self,
-        pool: BlockPool | WatchedPool,
-        rows: Rows,
-        *,
-        page_size: int,
-        max_batch: int,
-        chunk: int,
-        reserve: bool = True,
-        reuse: bool = True,
-        partial: bool = False,
-        grid: int = 0,
-        moves: list[Move] | None = None,
-        windows: Windows | None = None,
-    ) -> None:
+        self, pool: BlockPool | WatchedPool, rows: Rows, *, page_size: int, max_batch: int, chunk: int, reserve: bool = True,
+        reuse: bool = True, partial: bool = False, grid: int = 0, moves: list[Move] | None = None, windows: Windows | None = None,
+    ) -> None:  # fmt: skip
         """partial: reuse the beginning of a page too, by a copy. grid: 0, or a multiple of page_size, at most chunk and LOGIT_ROWS."""
         self.windows = windows or Windows({}, page_size)
         self._texts = PageTexts(pool.total) if partial and reuse and not grid and not self.windows else None
@@ -87,14 +76,15 @@ class Scheduler:
         return plan
 
     def _plan(self, propose: Propose | None) -> Plan | None:
-        held = self.rows.requests[: self.rows.top]
+        held = self.rows.held()
         if not self._prefilling and propose is not None and held:
             known = [r for r in held if r is not None]
             drafts = [self._draft(r, guesses) for r, guesses in zip(known, propose(known), strict=True)]
             if any(d.count > 1 for d in drafts):
                 return Plan([], [], drafts)
         if not self._prefilling:  # the step that must be quick
-            return Plan([r for r in held if r is not None], []) if held else None
+            decodes: list = held if self.rows.top == self.rows.count else [r for r in held if r is not None]
+            return Plan(decodes, []) if held else None
         decodes = [] if self.grid else [r for r in held if r is not None and r.decoding]
         chunks, budget = [], max(self.chunk - len(decodes), -(-self.chunk // 2))
         for request in self._prefilling:

@@ -52,18 +52,9 @@ class StepBuffers:
     """
 
     def __init__(
-        self,
-        *,
-        max_tokens: int,
-        max_batch: int,
-        max_pages: int,
-        page_size: int,
-        pages: int,
-        vocab: int,
-        device: torch.device,
-        most_rows: int | None = None,
-        guess_rows: int = 0,
-    ) -> None:
+        self, *, max_tokens: int, max_batch: int, max_pages: int, page_size: int, pages: int, vocab: int, device: torch.device,
+        most_rows: int | None = None, guess_rows: int = 0,
+    ) -> None:  # fmt: skip
         self._most_rows, self._guess_rows = most_rows, guess_rows
         t, b = max_tokens, max(max_batch + (max_tokens // most_rows if most_rows else 0), guess_rows)
         sizes = {"ids": t, "positions": t, "slots": t, "q_starts": b + 1, "kv_lens": b, "seq_lens": b, "logit_rows": t}
@@ -149,17 +140,10 @@ class StepBuffers:
         known = ids[:most]  # a token of a generating request is on the device alone: -1 here; such a token's sequence has its number
         last = rows.token.index_select(0, self._view("rows", most))
         return Batch(
-            ids=torch.cat([torch.where(known < 0, last, known), ids[most:]]),
-            positions=self._view("positions", t),
-            slots=self._view("slots", t),
-            q_starts=self._view("q_starts", b + 1),
-            kv_lens=self._view("kv_lens", b),
-            page_table=page_table,
-            caches=caches,
-            logit_rows=self._view("logit_rows", logit_rows),
-            seq_lens=self._view("seq_lens", b),
-            max_q=max_q,
-        )
+            ids=torch.cat([torch.where(known < 0, last, known), ids[most:]]), positions=self._view("positions", t),
+            slots=self._view("slots", t), q_starts=self._view("q_starts", b + 1), kv_lens=self._view("kv_lens", b), page_table=page_table,
+            caches=caches, logit_rows=self._view("logit_rows", logit_rows), seq_lens=self._view("seq_lens", b), max_q=max_q,
+        )  # fmt: skip
 
     def sampled_rows(self, step: PackedStep) -> Tensor:
         return self._view("sampled_rows", len(step.requests)).long()
