@@ -9,7 +9,7 @@ TESTS ?= tests
 SANITIZER ?= memcheck
 JOBS ?= 4
 FILES ?= 1000000
-MINUTES ?= 10
+SECONDS ?= 600
 export PROMPT MODEL
 
 SETUP = @$(PYTHON) tools/setup_env.py
@@ -62,9 +62,9 @@ gpu-bench:  ## every bench on this GPU, then docs/results.md from the records
 	$(SETUP) bench
 	@$(RUN) -m bench --all
 
-soak:  ## 10 minutes of mixed requests and aborts on this GPU, recorded in bench/results/soak.jsonl [MINUTES=10]
+soak:  ## 10 minutes of mixed requests and aborts on this GPU, recorded in bench/results/soak.jsonl [SECONDS=600]
 	$(SETUP)
-	@$(RUN) -m tools.soak --minutes $(MINUTES) --record bench/results/soak.jsonl
+	@$(RUN) -m tools.soak --seconds $(SECONDS) --record bench/results/soak.jsonl
 
 clean:  ## remove what was built, and the environment
 	rm -rf build .venv *.egg-info pyllm/_kernels.so pyllm/_kernels.json pyllm/_runtime.*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,10 +1,12 @@
 """A long run of mixed requests from several threads, with aborts: nothing may be lost, nothing may grow.
 
     make soak                     10 minutes of a 1B shape on the GPU, a line in bench/results/soak.jsonl
-    python -m tools.soak --minutes 1 --model DIRECTORY --device cpu
+    python -m tools.soak --seconds 60 --model DIRECTORY --device cpu
 
-Every round the clients stop and all must be as it was before: no page in use, each page accounted for, and the log-probabilities of fixed
-prompts within rounding. The device's and the process's memory are compared between the first rounds and the last.
+The pool is too small for all requests, and they are admitted when their prompts fit (MAX_UTILIZATION), so some are preempted. Every round
+the clients stop and all must be as it was before: no page in use, each page accounted for, and the log-probabilities of fixed prompts
+within rounding. The device's and the process's memory are compared between the second round, when all is set up, and the last. It takes
+about 12 GB of the device, so other work may run beside it.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from pyllm import LLM, CudaGraphConfig, KvCacheConfig, SamplingParams
+from pyllm import LLM, CudaGraphConfig, KvCacheConfig, SamplingParams, SchedulerConfig
+from tools.gpu_tests import output
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 200, 900)
 OUTPUTS = (1, 2, 16, 40, 150)
@@ -34,6 +38,8 @@ SHAPING: tuple[dict[str, Any], ...] = (
     {"prompt_logprobs": 0, "min_tokens": 1},
 )
 GROWTH = 64 << 20  # bytes that the process may grow by after the first rounds: allocator arenas and interned objects, no leak
+DEVICE_GROWTH = 1 << 20  # and the device: workspaces of kernels that a rare step is the first to use
+MARGIN = 10.0  # seconds at the end for the last round's clients and checks
 
 
 class Client(threading.Thread):
@@ -78,14 +84,14 @@ def soak(
 ) -> dict[str, Any]:
     """Rounds of load and rest for so many seconds. RuntimeError for whatever is not as it was."""
     probes = [[3] * 40, list(range(1, 20))]
-    want, totals, memory = _probe(llm, probes), {"requests": 0, "aborts": 0, "tokens": 0}, []
-    end, rounds = time.monotonic() + seconds, 0
-    while time.monotonic() < end or rounds < 3:
-        stop = threading.Event()
+    want, totals, checks = _probe(llm, probes), {"requests": 0, "aborts": 0, "tokens": 0}, 0
+    begin, memory = time.monotonic(), list[tuple[float, int, int]]()
+    while time.monotonic() < begin + seconds or len(memory) < 3:
+        rounds, stop = len(memory), threading.Event()
         crew = [Client(llm, vocab, longest, seed + 1000 * rounds + i, stop) for i in range(clients)]
         for c in crew:
             c.start()
-        time.sleep(min(round_seconds, max(end - time.monotonic(), 0.5)))
+        time.sleep(min(round_seconds, max(begin + seconds - time.monotonic(), 0.5)))
         stop.set()
         for c in crew:
             c.join(120)
@@ -97,12 +103,23 @@ def soak(
             # Other company, other rounding: bf16 logits of about 10 move by 2^-8 of that, over a few dozen layers.
             if abs(got - first) > 0.5:
                 raise RuntimeError(f"soak: round {rounds}: a fixed prompt's log-probability is {got:.4f}, it was {first:.4f}")
-        memory.append(_memory(llm.device))
-        rounds += 1
-    device, process = ([m[i] for m in memory[1:]] for i in (0, 1))
-    if device[-1] > device[0] or process[-1] > process[0] + GROWTH:
+        checks += 2 + len(probes)  # no page is held; each is accounted for; the probes
+        memory.append((time.monotonic() - begin, *_memory(llm.device)))
+    stats = llm.get_stats()
+    counts = {k: stats[k] for k in ("preemptions", "steps", "total_pages", "cached_pages", "used_pages")}
+    return {**totals, **counts, "rounds": len(memory), "checks": checks, "seconds": round(memory[-1][0], 1), **_growth(memory[1:])}
+
+
+def _growth(memory: Sequence[tuple[float, int, int]]) -> dict[str, float]:
+    """What grew from the first of (seconds, bytes of the device, bytes of the process) to the last; drift: the slope of all of them."""
+    seconds, device, process = zip(*memory, strict=True)
+    if device[-1] > device[0] + DEVICE_GROWTH or process[-1] > process[0] + GROWTH:
         raise RuntimeError(f"soak: memory grew: device {device[0]} -> {device[-1]}, process {process[0]} -> {process[-1]} bytes")
-    return {**totals, "rounds": rounds, "seconds": seconds, "device_bytes": device[-1], "process_bytes": process[-1], **llm.get_stats()}
+    found: dict[str, float] = {}
+    for name, values in (("device", device), ("process", process)):
+        drift = round(60 * np.polyfit(seconds, values, 1)[0])
+        found |= {f"{name}_bytes_start": values[0], f"{name}_bytes_end": values[-1], f"{name}_drift_bytes_per_minute": drift}
+    return found
 
 
 def _probe(llm: LLM, prompts: Sequence[list[int]]) -> list[float]:
@@ -121,7 +138,7 @@ def _check_rest(llm: LLM, rounds: int) -> None:
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
-    """Bytes in use on the device, and of the process (its peak, which a leak moves too)."""
+    """Bytes in use on the device, by this process, and of the process (its peak, which a leak moves too)."""
     used = 0
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -130,22 +147,27 @@ def _memory(device: torch.device) -> tuple[int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m tools.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=600.0, help="of the whole, loading included; three rounds are made in any case")
     parser.add_argument("--model", default="llama-3.2-1b", help="a directory, or a shape to fill with random weights")
     parser.add_argument("--device", default=None)
     parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--max-seq-len", type=int, default=2048)
     parser.add_argument("--record", type=Path, help="append the result to this file")
     args = parser.parse_args(argv)
-    longest = 2048
     with LLM(
         args.model, load_format="auto" if Path(args.model).exists() else "dummy", device=args.device, skip_tokenizer_init=True,
-        max_batch_size=64, max_seq_len=longest, kv_cache_config=KvCacheConfig(max_tokens=60_000),
+        max_batch_size=64, max_seq_len=args.max_seq_len, kv_cache_config=KvCacheConfig(max_tokens=16_000), progress=False,
+        scheduler_config=SchedulerConfig(capacity_scheduler_policy="MAX_UTILIZATION"),
         cuda_graph_config=CudaGraphConfig(batch_sizes=[1, 8, 32, 64], capture_num_tokens=[64, 512]),
     ) as llm:  # fmt: skip
-        result = soak(llm, 60 * args.minutes, vocab=1000, longest=longest, clients=args.clients)
+        left = args.seconds - MARGIN - (time.monotonic() - began)
+        vocab = min(1000, llm._engine.spec.vocab_size)  # few tokens, so that prompts share some
+        result = soak(llm, left, vocab=vocab, longest=args.max_seq_len, clients=args.clients)
         name = torch.cuda.get_device_name(llm.device) if llm.device.type == "cuda" else "cpu"
-    line = json.dumps({"model": args.model, "device": name, "torch": torch.__version__} | result)
+    about = {"model": args.model, "device": name, "torch": torch.__version__, "commit": output("git", "rev-parse", "--short=12", "HEAD")}
+    line = json.dumps(about | {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "clients": args.clients} | result)
     print(line)
     if args.record:
         with args.record.open("a", encoding="utf-8") as out:
