@@ -32,7 +32,7 @@ class Rows:
     def __init__(self, *, max_batch: int, max_pages: int, page_size: int, device: torch.device) -> None:
         self.device, self._width = device, max_pages
         self.requests: list[Request | None] = [None] * max_batch
-        self.top = self.count = 0
+        self.top = self.count = self._hole = 0  # no row below the last one is free
         self.version = 0  # another one when requests have come or gone
         self._held: tuple[int, list[Request | None]] = 0, []
         self._shift, self._mask = page_size.bit_length() - 1, page_size - 1
@@ -50,7 +50,8 @@ class Rows:
 
     def assign(self, request: Request) -> None:
         """The lowest free row; there is one when fewer than `max_batch` requests run."""
-        row = self.requests.index(None)
+        row = self.requests.index(None, self._hole)
+        self._hole = row + 1
         self.count += 1
         self.version += 1
         self.requests[row], request.row = request, row
@@ -72,6 +73,7 @@ class Rows:
     def clear(self, request: Request) -> None:
         self.count -= 1
         self.version += 1
+        self._hole = min(self._hole, request.row)
         self.requests[request.row] = None
         self._staged[request.row] = None
         self._chosen.pop(request.row, None)
@@ -81,11 +83,10 @@ class Rows:
 
     def compact(self) -> None:
         """Move the last rows into holes until there are none."""
-        hole = 0
         self.version += self.top > self.count
         while self.top > self.count:
-            last, hole = self.top - 1, self.requests.index(None, hole)
-            request = self.requests[last]
+            last, hole = self.top - 1, self.requests.index(None, self._hole)
+            request, self._hole = self.requests[last], hole
             assert request is not None
             if self._staged.pop(last, None) is None:
                 self._moves.append((last, hole))

@@ -52,8 +52,8 @@ class Scheduler:
         self.page_size, self.max_batch, self.chunk = page_size, max_batch, chunk
         self.reserve, self.reuse = reserve, reuse
         self.waiting: list[Request] = []
-        self.running: list[Request] = []  # in order of admission
-        self._prefilling: list[Request] = []  # those of them that are not generating yet
+        self.running: dict[Request, None] = {}  # in order of admission
+        self._prefilling: dict[Request, None] = {}  # those of them that are not generating yet
         self.preemptions = 0
 
     def pages_needed(self, request: Request) -> int:
@@ -123,7 +123,7 @@ class Scheduler:
             chunk.request.computed += chunk.count
             self.name_pages(chunk.request, chunk.request.computed)
             if chunk.last:
-                self._prefilling.remove(chunk.request)
+                del self._prefilling[chunk.request]
         for request in (*plan.decodes, *(c.request for c in plan.chunks if c.last)):
             request.sampled += 1
             if request.sampled == request.limit:
@@ -131,12 +131,13 @@ class Scheduler:
         self.windows.launched(plan)
 
     def _admit(self) -> None:
-        """Requests in their order, until one does not fit; one whose beginning another is just computing is passed over until then."""
+        """Requests in their order, until one does not fit or their prompts fill the step: to admit one takes the host 0.1 ms. One whose
+        beginning another is just computing is passed over until then."""
         if not self.waiting:
             return
         coming = {k for r in self._prefilling if self.reuse and r.named >= 0 for k in r.keys[r.named :]}
-        at = 0
-        while at < len(self.waiting) and self.rows.count < self.max_batch:
+        at, room = 0, self.chunk - sum(self._chunk(r, self.chunk) for r in self._prefilling)
+        while at < len(self.waiting) and self.rows.count < self.max_batch and room > 0:
             request = self.waiting[at]
             if request.sampled != len(request.token_ids):
                 return  # preempted a moment ago: its last token is still under way
@@ -151,8 +152,8 @@ class Scheduler:
                 request.seed = secrets.randbelow(MAX_SEED + 1) if request.params.seed is None else request.params.seed
                 request.timing.admitted = time.perf_counter()
             self.rows.assign(request)
-            self.running.append(self.waiting.pop(at))
-            self._prefilling.append(request)
+            self.running[request] = self._prefilling[self.waiting.pop(at)] = None
+            room -= self._chunk(request, self.chunk)
             coming.update(request.keys[request.named :] if self.reuse else ())
 
     def _take_pages(self, request: Request, coming: set[bytes]) -> bool | None:
@@ -278,9 +279,8 @@ class Scheduler:
         self.name_pages(request, min(stored, request.length))
         if request.row >= 0:
             self.rows.clear(request)
-        self.running.remove(request)
-        if request in self._prefilling:
-            self._prefilling.remove(request)
+        del self.running[request]
+        self._prefilling.pop(request, None)
         self.windows.leave(request)
         self.pool.free(request.pages)
         request.pages = request.pages[:0]

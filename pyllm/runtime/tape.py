@@ -42,10 +42,8 @@ class Tape:
         return True
 
     def _open(self, plan: Plan, held: list[Request | None], traits: Traits) -> None:
-        before, self._seen = self._seen, self._rows.version
-        if before != self._seen or before == self._refused:  # to look at each request pays where they stay for a while
-            return
-        if not self._usable or plan.decodes is not held or len(held) < self.ROWS:
+        before, self._seen = self._seen, self._rows.version  # to look at each request pays where they stay for a while
+        if before != self._seen or before == self._refused or not self._usable or plan.decodes is not held or len(held) < self.ROWS:
             return
         if traits.shaped or traits.logprobs or traits.waits or any(r.watched for r in plan.decodes):
             self._refused = self._rows.version

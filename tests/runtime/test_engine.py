@@ -159,10 +159,26 @@ def test_requests_start_in_order_of_arrival_and_wait_for_their_pages() -> None:
         assert engine.pool.used in (0, 2)
     assert not big.token_ids
     assert not small.token_ids
-    engine.step()
-    assert engine.pool.used == 4
+    used = [(engine.step(), engine.pool.used)[1] for _ in range(2)]
+    assert used == [3, 4]  # the big one's prompt fills a step
     engine.run()
     assert big.timing.admitted >= first.timing.last_token
+    assert_idle(engine)
+
+
+def test_no_more_requests_start_than_fill_a_step() -> None:
+    """Those that wait may still be passed by one of a higher priority."""
+    engine = make(max_batch=4, chunk=32)
+    requests = [engine.submit([n] * 20, SamplingParams(max_tokens=30)) for n in (1, 2, 3)]
+    engine.step()
+    assert (engine.running, engine.waiting) == (requests[:2], requests[2:])
+    urgent = engine.submit([4] * 40, SamplingParams(max_tokens=30), priority=1)
+    engine.step()
+    assert (engine.running, engine.waiting) == ([*requests[:2], urgent], requests[2:])
+    engine.run()
+    assert requests[0].timing.admitted < urgent.timing.admitted < requests[2].timing.admitted
+    for r in (*requests, urgent):
+        assert r.token_ids == expected(r.prompt_token_ids, 30, 120)
     assert_idle(engine)
 
 
