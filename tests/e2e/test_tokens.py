@@ -2,8 +2,10 @@
 
 The GPU generates; a CPU reads the same text (teacher-forced), once in fp32 and once in the GPU's own types. The two CPU runs differ by what
 rounding to these types does to a log-probability; kernels round at the same places, in another order, so theirs may differ from fp32 by
-twice the largest such difference of the text. Where fp32 prefers its first token by more than twice that bound to its second, no rounding
-within the bound can make another one the likeliest: there the GPU's token must be that one.
+twice the largest such difference of the text, and by half more than its root mean square (of n differences of one size that varies by
+1 / sqrt(2 n), 7 % of 96). Where fp32 prefers its first token by more than twice the bound to its second, no rounding within the bound can
+make another one the likeliest: there the GPU's token must be that one. In FP8 random weights prefer no token by that much (0.3 is what
+rounding does, 1.2 would be asked for, of logits that spread by 1).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,17 +48,19 @@ def read(model: Any, dtype: str, texts: list[list[int]], **options: Any) -> list
 
 @dataclass
 class Compared:
-    """Over all generated tokens: largest difference of a log-probability to fp32, of this run and of the CPU's in its types; how many had
-    to be the likeliest token, and how many of these were not."""
+    """Over all generated tokens: differences of a log-probability to fp32, the largest and the root mean square, of this run and of the
+    CPU's in its types; how many had to be the likeliest token, and how many of these were not."""
 
-    difference: float = 0.0
-    emulated: float = 0.0
+    difference: float
+    emulated: float
+    rms: float
+    emulated_rms: float
     certain: int = 0
     wrong: int = 0
 
     @property
     def good(self) -> bool:
-        return self.difference <= 2 * self.emulated and self.wrong == 0 and self.certain > 0
+        return self.difference <= 2 * self.emulated and self.rms <= 1.5 * self.emulated_rms and self.wrong == 0
 
 
 def compare(prompts: list[list[int]], outs: list[Any], exact: list[list[TokenLogprob]], rounded: list[list[TokenLogprob]]) -> Compared:
@@ -64,11 +69,9 @@ def compare(prompts: list[list[int]], outs: list[Any], exact: list[list[TokenLog
         for p, out, e, r in zip(prompts, outs, exact, rounded, strict=True)
         for i in range(len(out.token_ids))
     ]
-    found = Compared()
-    for token, logprob, want, other in rows:
-        assert token == want.token_id == other.token_id
-        found.difference = max(found.difference, abs(logprob - want.logprob))
-        found.emulated = max(found.emulated, abs(other.logprob - want.logprob))
+    assert all(token == want.token_id == other.token_id for token, _, want, other in rows)
+    each = np.array([(logprob - want.logprob, other.logprob - want.logprob) for _, logprob, want, other in rows])
+    found = Compared(*np.abs(each).max(0).tolist(), *np.sqrt(np.square(each).mean(0)).tolist())
     for token, _, want, _ in rows:
         (first, best), (_, second) = want.top[:2]
         if best - second > 2 * (2 * found.emulated):
@@ -93,12 +96,12 @@ def random_model(sizes: dict[str, Any], device: str) -> tuple[Any, dict[str, tor
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("quant", [(), "fp8"], ids=["bf16", "fp8"])
-def test_a_random_model_of_the_8b_shape_on_a_gpu(quant: Any) -> None:
+@pytest.mark.parametrize(("quant", "certain"), [((), len(LENGTHS) * NEW // 4), ("fp8", 0)], ids=["bf16", "fp8"])
+def test_a_random_model_of_the_8b_shape_on_a_gpu(quant: Any, certain: int) -> None:
     spec, weights, prompts = random_model(WIDE, "cuda")
     found = compared(spec, "cuda", "bf16", prompts, weights=weights, quant=quant)
     assert found.good, found
-    assert found.certain >= len(LENGTHS) * NEW // 10, found
+    assert found.certain >= certain, found
 
 
 @pytest.mark.gpu
@@ -110,7 +113,7 @@ def test_smollm2_on_a_gpu() -> None:
     prompts = [[504, 3575, 282, 4649, 314], [6403, 2835, 253, 655, 28], [1604] * 70]
     found = compared(str(path), "cuda", "bf16", prompts)
     assert found.good, found
-    assert found.certain >= len(prompts) * NEW // 2, found
+    assert found.certain >= len(prompts) * NEW // 4, found
 
 
 def test_the_comparison_itself() -> None:
@@ -122,6 +125,7 @@ def test_the_comparison_itself() -> None:
     found = compare(prompts, outs, exact, rounded)
     assert found.good, found
     assert 0 < found.difference < 0.2, found
+    assert found.certain > len(LENGTHS) * NEW // 4, found
     far = outs[1].logprobs[3]
     outs[1].logprobs[3] = TokenLogprob(far.token_id, far.logprob + 2.1 * found.emulated + found.difference, 1)
     assert not compare(prompts, outs, exact, rounded).good
