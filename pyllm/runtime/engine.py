@@ -89,6 +89,7 @@ class Engine:
         )  # fmt: skip
         self._runner.capture(progress)
         self._tape = Tape(self._runner.rows, spec.vocab_size, usable=reserve and not windows and not draft_len)
+        self.hand_out = self._tape.hand_out  # brings all requests up to date: `step` may keep tokens that nobody watches for a few steps
         self._propose = None if not draft_len else self._runner.guess if draft else by_lookup(draft_len, draft_ngram)
         self.overlap = (cuda if overlap is None else overlap) and not draft_len
         self._flights, self._next_id, self._vocab = deque[Flight](), 0, spec.vocab_size

@@ -85,6 +85,7 @@ class EngineLoop:
             except Exception as error:  # whatever a model raises ends the requests at hand, not the process
                 engine.fail(f"a step of the engine failed: {type(error).__name__}: {error}")
             self._step_began = 0.0
+        engine.hand_out()
 
     def _hangs(self) -> bool:
         return 0.0 < self._step_began < time.monotonic() - self._watchdog

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,8 +11,9 @@ from hypothesis import strategies as st
 
 from pyllm.api.params import SamplingParams
 from pyllm.runtime.engine import Engine
+from pyllm.runtime.loop import EngineLoop
 from pyllm.runtime.tape import Tape
-from tests.runtime.fake import EOS, NAN_TOKEN, FakeModel, expected
+from tests.runtime.fake import EOS, NAN_TOKEN, FakeModel, FakeSpec, expected
 from tests.runtime.test_draft import repeating
 from tests.runtime.test_engine import assert_idle, make
 
@@ -117,6 +120,20 @@ def test_an_abort_and_a_failing_step_hand_out_what_is_known() -> None:
     engine.fail("because")
     assert (second.finish_reason, second.error, len(second.token_ids)) == ("error", "because", 20)
     assert_idle(engine)
+
+
+def test_a_shutdown_hands_out_what_is_known() -> None:
+    engine = kept(steps=10**6, overlap=False, spec=FakeSpec(10**6), pages=3000)
+    requests = [engine.prepare([n, 1], SamplingParams(max_tokens=20_000)) for n in (1, 2)]
+    loop = EngineLoop(engine, 60.0)
+    loop.submit(requests)
+    while engine.steps < 20:
+        time.sleep(0.01)
+    assert len(requests[0].token_ids) < 20
+    loop.shutdown()
+    assert [r.finish_reason for r in requests] == ["abort"] * 2
+    assert len(requests[0].token_ids) >= 19
+    assert requests[0].token_ids == expected(requests[0].prompt_token_ids, len(requests[0].token_ids), 10**6, repeating)
 
 
 def test_where_each_step_needs_all_tokens_nothing_is_kept() -> None:
