@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas) decode_attention_kernel
   Cursor at = run.at;
   if (at.left == 0) {
     write_empty_rows(p);
-    if (p.beside) pdl_wait();
+    if (p.beside && blockIdx.x == 0) pdl_wait();
     return;
   }
   Loader<S> loader{at, rank, shift};
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas) decode_attention_kernel
     rows.clear(p, at, lane);
     rows.convert(p);
   }
-  if (p.beside) pdl_wait();  // who waits for this kernel has waited for the one before it
+  if (p.beside && blockIdx.x == 0) pdl_wait();  // who waits for this kernel has waited for the one before it
 }
 
 }  // namespace pyllm::attention

@@ -9,7 +9,7 @@ namespace pyllm::attention {
 void prefill_128(const PrefillAttentionParams& p, cudaStream_t stream) {
   dispatch_dtype<DType::kBF16, DType::kFP16>("prefill_attention: q", p.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
-    if (is_plain(p) && p.leading_rows == 0 && (prompt_rows(p) + 127) / 128 * p.heads <= prefill_sms()) {
+    if (is_plain(p) && p.all_ctas == 0 && (prompt_rows(p) + 127) / 128 * p.heads <= prefill_sms()) {
       launch_prefill<PrefillShape<T, 128, 128, 128, 2, 2, 2, false, true, true>>(p, stream);
     } else if (is_plain(p)) {
       launch_prefill<PrefillShape<T, 128, 128, 128, 3, 2, 2, false, true, true>>(p, stream);

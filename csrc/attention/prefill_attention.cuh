@@ -156,14 +156,14 @@ class PrefillConsumer {
       if constexpr (!Shape::TakeTurns) softmax.exponentiate(s, scale);
       k_here = is_full(Shape::KFull, use_ + 2);
       v_here = is_full(Shape::VFull, use_ + 1);
-      if (raised) {  // a branch, or ptxas moves the wait ahead of the search for the maximum
+      if (softmax.sum[0] < 0.f) {  // never, but ptxas would move the wait ahead of what the sum depends on
         wgmma_wait<0>();
         wgmma_pin(o);
-        rescale(o, factor);
       }
       wgmma_wait<0>();
       wgmma_pin(o);
       wgmma_pin(w);
+      if (raised) rescale(o, factor);
       release(Shape::VEmpty, use_);
       if constexpr (Shape::TakeTurns) {
         softmax.weigh<T>(s, scale, w, softmax.sum);
@@ -464,7 +464,7 @@ __global__ void __launch_bounds__(Shape::Threads, 1)
   }
   __syncthreads();
   if (!p.beside) pdl_wait();
-  if (p.leading_rows > 0) pdl_trigger();  // once all CTAs are here, whatever was ahead of this launch has ended
+  if (p.leads) pdl_trigger();  // once all CTAs are here, whatever was ahead of this launch has ended
   if (threadIdx.x < 128) {
     registers_down<Shape::ProducerRegisters>();
     if (threadIdx.x < 32) {
@@ -473,8 +473,8 @@ __global__ void __launch_bounds__(Shape::Threads, 1)
     } else if (threadIdx.x < 64) {
       walk_tiles<Shape>(p, smem, tiles, &state);
     } else {
-      clear_rows<Shape>(p);
-      if (p.beside) pdl_wait();  // who waits for this kernel has waited for the one before it
+      if (!p.second) clear_rows<Shape>(p);
+      if (p.beside && blockIdx.x == 0) pdl_wait();  // who waits for this kernel has waited for the one before it
     }
   } else {
     registers_up<Shape::ConsumerRegisters>();
@@ -516,7 +516,7 @@ inline bool is_plain(const PrefillAttentionParams& p) { return p.window == 0 && 
 
 template <class Shape>
 void launch_prefill(PrefillAttentionParams p, cudaStream_t stream) {
-  p.launch = next_prefill_launch();
+  if (p.launch == 0) p.launch = next_prefill_launch();
   const int box = box_rows(p, Shape::N);
   const CUtensorMap q = make_tensor_map<4>("q", p.q, p.dtype, {Shape::Chunk, p.tokens, p.heads, Shape::KChunks},
                                            {p.q_token_stride, p.q_head_stride, Shape::Chunk}, {Shape::Chunk, 64, 1, 1}, Shape::MapSwizzle);
@@ -524,9 +524,9 @@ void launch_prefill(PrefillAttentionParams p, cudaStream_t stream) {
   const CUtensorMap v = keys_map<Shape>(p, "v", p.v, Shape::Dv, p.v_token_stride, p.v_head_stride, p.v_page_stride, box);
   const int64_t sms = prefill_sms(), most = (p.tokens / Shape::M + std::min<int64_t>(p.batch, p.tokens)) * p.heads;
   if (most >= 1 << kCountBits) throw std::runtime_error("prefill_attention: q has more than 2^24 tiles, expected fewer tokens or heads");
-  const int64_t ctas = p.leading_rows > 0 ? (p.leading_rows + Shape::M - 1) / Shape::M * p.heads : most;
-  const LaunchShape shape{
-      .grid = dim3(static_cast<unsigned>(std::max<int64_t>(1, std::min(sms, ctas)))), .block = dim3(Shape::Threads), .smem = Shape::Bytes};
+  if (p.all_ctas == 0) p.first_ctas = p.all_ctas = static_cast<int>(std::max<int64_t>(1, std::min(sms, most)));
+  const int ctas = p.second ? p.all_ctas - p.first_ctas : p.first_ctas;
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(ctas)), .block = dim3(Shape::Threads), .smem = Shape::Bytes};
   launch("prefill_attention", shape, stream, prefill_kernel<Shape>, p, q, k, v, box);
 }
 

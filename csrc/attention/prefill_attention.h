@@ -53,13 +53,15 @@ struct PrefillAttentionParams {
   int skip_rows;                 // sequences with at most so many rows are neither read nor written
   bool causal;                   // a row sees keys <= p
   bool beside;                   // the launch before it writes nothing that this one reads or writes: waited for at the end alone
-  int leading_rows;              // > 0: the next launch runs beside this one, which takes the SMs that a prompt of so many rows fills
+  int first_ctas, all_ctas;      // two launches share the tiles: so many CTAs the first of them, and both; 0: one launch does all
+  bool leads;                    // the next launch runs beside this one, on the SMs that it leaves
+  bool second;                   // the latter of the two that share
   float scale;                   // of the scores
   float softcap;                 // 0: none
   DType dtype;                   // of q, k, v: kBF16, kFP16, kE4M3
   DType out_dtype;               // dtype, or kBF16 for kE4M3
-  unsigned long long* schedule;  // a word of scratch of this launch alone, uninitialised: the tile counter of prefill_work.cuh
-  unsigned long long launch;     // set by the launcher: this launch's mark in `schedule`
+  unsigned long long* schedule;  // two words of scratch of this launch (or pair) alone, uninitialised: the tile counter of prefill_work.cuh
+  unsigned long long launch;     // this launch's (or pair's) mark in `schedule`; 0: the launcher sets it
 };
 
 // A mark of 40 bits, not 0, that no other launch of this process has, for PrefillAttentionParams::launch.

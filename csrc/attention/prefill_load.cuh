@@ -48,10 +48,23 @@ __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, 
 // One warp walks over the tiles and posts them, as far ahead as there are q slots.
 template <class Shape>
 __device__ __forceinline__ void walk_tiles(const PrefillAttentionParams& p, uint32_t smem, PrefillTile* tiles, PrefillWalkState* state) {
-  PrefillWalk<Shape::M, Shape::N> walk(p, 2, state);
   const bool chosen = threadIdx.x % 32 == 0;
   PrefillCounter counter(p, chosen);
-  for (int round = 0, number = blockIdx.x;; ++round) {
+  int number = blockIdx.x;
+  if (p.second) {
+    int total = -1;
+    if (chosen) number = counter.next(), total = counter.known_total();
+    number = uniform(number);
+    total = uniform(total);
+    if (total >= 0 && number >= total) {
+      if (!chosen) return;
+      tiles[0] = PrefillTile{.first = -1};
+      barrier_arrive(smem + Shape::TileFull);
+      return counter.finish(number, total);
+    }
+  }
+  PrefillWalk<Shape::M, Shape::N> walk(p, 2, state);
+  for (int round = 0;; ++round) {
     const int slot = slot_of<Shape::Tiles>(round);
     // A number is taken late, so that nobody holds a tile that an idle CTA could start.
     barrier_wait(smem + Shape::TileEmpty + 8 * slot, parity_of<Shape::Tiles>(round) ^ 1);
@@ -64,7 +77,7 @@ __device__ __forceinline__ void walk_tiles(const PrefillAttentionParams& p, uint
     if (!more && chosen) post(PrefillTile{.first = -1});
     if (more) continue;
     if (chosen) {
-      if (round == 0) number = counter.next();
+      if (round == 0 && !p.second) number = counter.next();
       counter.finish(number, walk.total());
     }
     return;

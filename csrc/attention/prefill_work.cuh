@@ -201,7 +201,10 @@ class PrefillWalk {
 class PrefillCounter {
  public:
   __device__ __forceinline__ PrefillCounter(const PrefillAttentionParams& p, bool chosen) : p_(p) {
-    if (blockIdx.x == 0 && chosen) atomicExch(p_.schedule, p_.launch << kCountBits | gridDim.x);
+    if (blockIdx.x != 0 || !chosen || p_.second) return;
+    p_.schedule[1] = 0;
+    __threadfence();
+    atomicExch(p_.schedule, p_.launch << kCountBits | p_.first_ctas);
   }
   __device__ __forceinline__ int next() {
     for (;;) {
@@ -213,8 +216,14 @@ class PrefillCounter {
   // number: past the last of `total` tiles, from the counter. Each CTA draws one such number and nothing after it, so the last of them all
   // is known; it takes the launch's mark away, since a replayed graph brings the same mark again.
   __device__ __forceinline__ void finish(int number, int total) {
-    const int ctas = gridDim.x;
-    if (number == max(total, ctas) + ctas - 1) atomicExch(p_.schedule, 0ull);
+    if (p_.all_ctas > p_.first_ctas && !p_.second) atomicExch(p_.schedule + 1, p_.launch << kCountBits | total);
+    if (number == max(total, p_.first_ctas) + p_.all_ctas - 1) atomicExch(p_.schedule, 0ull);
+  }
+  // For CTAs of a second launch that come late: `total`, if one of the first launch has found it, else -1. Behind `next`.
+  __device__ __forceinline__ int known_total() const {
+    __threadfence();
+    const unsigned long long seen = *static_cast<volatile unsigned long long*>(p_.schedule + 1);
+    return seen >> kCountBits == p_.launch ? static_cast<int>(seen & ((1u << kCountBits) - 1)) : -1;
   }
 
  private:

@@ -343,3 +343,41 @@ def test_a_prompt_that_goes_first_in_a_graph(before: int) -> None:
         decodes = ops.decode_attention(q[:80], k, v, table[:80], starts[:81], lens[:80], scale=0.1)[0]
         chunk = ops.prefill_attention(q[80:], k, v, prompt, page_table=table[80:], kv_lens=lens[80:], scale=0.1)[0]
         assert_close(after, torch.cat([decodes, chunk]).double(), atol=4 * EPS[torch.bfloat16] * 5, what=f"replay {seed}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_long_prompt_shared_by_two_launches_in_a_graph(dim: int) -> None:
+    """A prompt of more tiles than half of the SMs take in two turns goes first there, and a second launch of prefill takes the SMs that
+    decode leaves. The same graph then meets prompts alone, one tile, and none at all, with rows of no sequence behind. Against prefill of
+    all sequences: each op is within 2 u sum p |v| of the exact result, with |v| below 5."""
+    T = 7080
+    batch = ragged_batch([1] * 80 + [7000], [128] * 80 + [7000], page_size=64, seed=0)
+    k, v = (t.cuda() for t in filled_pools(batch, KV, dim, torch.bfloat16, seed=1))
+    q = normal(T, 4, dim, dtype=torch.bfloat16, seed=2).cuda()
+    table, starts, lens = batch.page_table.cuda(), batch.q_starts.cuda(), batch.kv_lens.cuda()
+
+    def run() -> tuple[Tensor, Tensor]:
+        out = ops.paged_attention(q, k, v, table, starts, lens, scale=0.1)[0]
+        return out, ops.softcap(out.view(T, -1), 1e4).view_as(out)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, after = run()
+    steps = {
+        "prompt and decodes": ([1] * 80 + [7000], [128] * 80 + [7000]),
+        "prompts": ([87] * 80 + [120], [100] * 80 + [7000]),
+        "a tile": ([1] * 80 + [10], [60] * 80 + [10]),
+        "decodes": ([8] * 80 + [0], [128] * 80 + [0]),
+        "the first again": ([1] * 80 + [7000], [128] * 80 + [7000]),
+    }
+    for name, (rows, keys) in steps.items():
+        starts.copy_(torch.tensor([0, *rows]).cumsum(0))
+        lens.copy_(torch.tensor(keys))
+        want = ops.prefill_attention(q, k, v, starts, page_table=table, kv_lens=lens, scale=0.1)[0]
+        for turn in range(3):
+            out.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            assert_close(after, want.double(), atol=4 * EPS[torch.bfloat16] * 5, what=f"{name}, {turn}")
