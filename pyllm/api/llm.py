@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -105,6 +106,7 @@ class LLM:
             deterministic=deterministic, progress=progress, **guessing,
         )  # fmt: skip
         self._reuse = kv.enable_block_reuse
+        gc.collect()  # else the first full collection comes amid the first requests, and nothing is launched for 0.1 s
         self._loop = EngineLoop(self._engine, watchdog_timeout)
 
     def generate(
