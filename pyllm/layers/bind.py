@@ -45,6 +45,9 @@ class Env:
         name, first = names[0], names[0] not in self.used
         self.used.update(names)
         t = expand(self.state, names, self.device)
+        if not isinstance(t, Tensor) or t.is_meta:
+            came = "on the meta device, without values" if isinstance(t, Tensor) else f"a {type(t).__name__}"
+            raise ValueError(f"checkpoint tensor {name!r} is {came}, expected a Tensor")
         if tuple(t.shape) != shape:
             raise ValueError(f"checkpoint tensor {name!r} has shape {tuple(t.shape)}, the declaration expects {shape}")
         if self.progress and first:  # several parts may be rows of one tensor

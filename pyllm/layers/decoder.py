@@ -32,6 +32,10 @@ class Sum(Spec):
 
     reads_normed = True
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.branches, tuple) or not self.branches or not all(isinstance(b, Spec) for b in self.branches):
+            raise ValueError(f"Sum: branches is {self.branches!r}, expected a tuple of layers, at least one")
+
     @property
     def partial(self) -> bool:  # type: ignore[override]
         return any(b.partial for b in self.branches)
@@ -43,13 +47,14 @@ class Sum(Spec):
         inputs = x if isinstance(x, tuple) else (x,) * len(self.branches)
         for n in inputs:
             n.tensor()  # branches may want it in different forms: all start from this one
-        total = None
+        total: Tensor | None = None
         for spec, branch, h in zip(self.branches, m.branches, inputs, strict=True):
             if self.partial and not spec.partial and m.rank:
                 continue  # a full result enters the sum over ranks once
             y = call_body(branch, h, b)
             total = y if total is None else total + y
-        return total if total is not None else inputs[0].residual.new_zeros(inputs[0].residual.shape)
+        assert total is not None
+        return total
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class Format:
     expert_extras: bool = False  # `experts` takes biases and a clamp
     quantizes: str = ""  # torch.ops.pyllm.<op> that turns x into what `op` multiplies; "": x as it is
     takes_e4m3: bool = False  # multiplies e4m3 rows with a scale each (`matmul_e4m3`), which a norm or an activation can give
+    multiple: int = 1  # rows and columns of what it multiplies are multiples of it
     granule: int = 0  # `matmul` heeds m.invariant where K and N are multiples of it; 0: never
 
     def tensors(self, weight: Weight) -> dict[str, Weight]:
@@ -150,7 +151,7 @@ class Fp8(Format):
     op = "linear_fp8"
     quantizes = "quantize_fp8"
     takes_e4m3 = True
-    granule = 16
+    multiple = granule = 16
     experts_op = "fused_experts"
     expert_extras = True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -104,6 +104,10 @@ class Linear(Spec):
         if (self.transform or self.stacked) and any(w.row_pack * w.col_pack > 1 for w in wanted.values()):
             needs = self.transform.name if self.transform else "stacked"
             raise ValueError(f"quant plan: {self.names(m.path)[0]} needs {needs}, which the packed format {m.format.name} lacks")
+        n, k, unit = sum(m.sizes), weights["weight"].local_cols(env.tp, m.path), m.format.multiple
+        if n % unit or (k or 0) % unit:
+            name = self.names(m.path)[0]
+            raise ValueError(f"quant plan: {name} is [{n}, {k}], which {m.format.name} does not multiply; expected multiples of {unit}")
         stored = {name: env.read(w, m.path) for name, w in wanted.items()}
         for name, t in m.format.finish(stored).items():
             m.put(name, t)
@@ -170,6 +174,8 @@ class Embedding(Spec):
 
 def check_plan(owner: str, spec: Spec, quant: QuantPlan) -> None:
     """Each entry is a pair (glob, Format or None), and each glob that gives a format matches a product of the declaration."""
+    if not isinstance(quant, Iterable):
+        raise ValueError(f"{owner}: quant is {quant!r}, expected pairs (glob, Format)")
     for entry in quant:
         if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)):
             raise ValueError(f"{owner}: quant holds {entry!r}, expected pairs (glob, Format)")

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from pyllm.api.dummy import DummyWeights
 from pyllm.layers import (
     MLP,
     Attn,
@@ -16,6 +18,7 @@ from pyllm.layers import (
     Dense,
     DynamicNtk,
     Embedding,
+    Fp8,
     LayerNorm,
     Linear,
     LinearScaling,
@@ -26,6 +29,7 @@ from pyllm.layers import (
     RMSNorm,
     Rope,
     Sub,
+    Sum,
     bind,
     plan,
     rewrite,
@@ -36,6 +40,7 @@ from tests.layers.test_custom import IDS
 from tests.models.paged import Paged
 
 BF16 = Dense(torch.bfloat16)
+ONE = Linear(4, (Part("x", 4),))
 
 
 def attn(**changes: Any) -> Attn:
@@ -53,7 +58,15 @@ def bound(**options: Any) -> Any:
 CASES: dict[str, Callable[[], Any]] = {
     "Attn a: kv_heads is 0, expected a positive integer": lambda: attn(kv_heads=0),
     "Attn a: head_dim is 0": lambda: attn(head_dim=0),
+    "Attn a: head_dim is 17, expected a multiple of 8, at most 256": lambda: attn(head_dim=17),
+    "Attn a: head_dim is 512, expected a multiple of 8": lambda: attn(head_dim=512),
     "Attn a: softcap is -1.0, expected None or more than 0": lambda: attn(softcap=-1.0),
+    "Attn a: window is 3.5, expected None or a positive integer": lambda: attn(window=3.5),
+    "Attn a: window is '8', expected None or a positive integer": lambda: attn(window="8"),
+    "Attn a: scale is nan, expected a positive number": lambda: attn(scale=float("nan")),
+    "Attn a: scale is 0.0, expected a positive number": lambda: attn(scale=0.0),
+    "Attn a: kv is '0', expected an integer": lambda: attn(kv="0"),
+    "Attn a: rope is 16, expected a Rope or None": lambda: attn(rope=16),
     "Attn a: names is": lambda: attn(names=("q",)),
     "Attn a: qk_norm is a LayerNorm, expected bias=False": lambda: attn(qk_norm=LayerNorm("{}_norm", 16, 1e-5)),
     "RMSNorm n: eps is -1": lambda: RMSNorm("n", 4, -1.0),
@@ -74,6 +87,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "Rope: LongRope.original is 1": lambda: Rope(4, scaling=LongRope((1.0, 1.0), (1.0, 1.0), 1, 4)),
     "Rope: scaling is 'linear'": lambda: Rope(16, scaling="linear"),  # type: ignore[arg-type]
     "Sub x: body is None": lambda: Sub("x", None, None),  # type: ignore[arg-type]
+    "Sum: branches is \\(\\), expected a tuple of layers, at least one": lambda: Sum(()),
+    "Sum: branches is .*, expected a tuple of layers": lambda: Sum([attn()]),  # type: ignore[arg-type]
     "Decoder: subs is no tuple of Sub": lambda: replace(decoder(), subs=[]),  # type: ignore[arg-type]
     "Decoder: max_positions is 0": lambda: decoder(max_positions=0),
     "Decoder: logit_softcap is -3.0": lambda: decoder(logit_softcap=-3.0),
@@ -91,10 +106,19 @@ CASES: dict[str, Callable[[], Any]] = {
     "bind: dtype is 'bf16'": lambda: bound(dtype="bf16"),
     "bind: dtype is torch.int8": lambda: bound(dtype=torch.int8),
     "bind: spec is 3": lambda: bind(3, {}),  # type: ignore[arg-type]
+    "checkpoint tensor 'x.weight' is a ndarray, expected a Tensor": lambda: bind(ONE, {"x.weight": np.zeros((4, 4))}),  # type: ignore[dict-item]
+    "checkpoint tensor 'x.weight' is on the meta device": lambda: bind(ONE, {"x.weight": torch.zeros(4, 4, device="meta")}),
+    r"quant plan: x is \[4, 4\], which fp8 does not multiply; expected multiples of 16": lambda: bind(
+        ONE, {"x.weight": torch.zeros(4, 4)}, quant=(("*", Fp8()),)
+    ),
+    r"quant plan: l.m.down_proj is \[64, 24\], which fp8 does not": lambda: bind(
+        decoder(MLP("m", D, 24)), DummyWeights(decoder(MLP("m", D, 24))), quant=(("*_proj", Fp8()),)
+    ),
     r"bind: quant has '\*.o_proj.weight', which matches no product": lambda: bound(quant=(("*.o_proj.weight", BF16),)),
     "explain: quant has 'x', which matches no product": lambda: explain(mine(), quant=(("x", BF16),)),
     r"bind: quant gives '\*' the format 'fp8', expected a Format": lambda: bound(quant=(("*", "fp8"),)),
     "bind: quant holds '.*', expected pairs": lambda: bound(quant={"*": BF16}),
+    "bind: quant is None, expected pairs": lambda: bound(quant=None),
     r"experts of model.layers.1.moe get two formats \(model, bf16\)": lambda: bound(quant=(("*.experts.*down_proj", BF16),)),
     "explain: tp is '2'": lambda: explain(mine(), tp="2"),  # type: ignore[arg-type]
     "explain: spec is a int": lambda: explain(3),  # type: ignore[arg-type]
