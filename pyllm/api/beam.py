@@ -41,8 +41,9 @@ def search(prompt: list[int], params: SamplingParams, limit: int, ends: frozense
     running, done = [Beam()], list[Beam]()
     for length in range(1, limit + 1):
         entries = yield [[*prompt, *b.ids] for b in running]
-        tops = [(b, token, logprob, rank) for b, e in zip(running, entries, strict=True) for rank, (token, logprob) in enumerate(e.top, 1)]
-        grown = [Beam((*b.tokens, TokenLogprob(token, logprob, rank)), token in ends) for b, token, logprob, rank in tops]
+        tops = [(b, e.top, *one) for b, e in zip(running, entries, strict=True) for one in enumerate(e.top, 1)]
+        told = params.logprobs or 0
+        grown = [Beam((*b.tokens, TokenLogprob(t, p, rank, top[:told])), t in ends) for b, top, rank, (t, p) in tops]
         grown = sorted(grown, key=lambda b: -b.score(0.0))[: 2 * width]
         done += [b for b in grown[:width] if b.ended]
         done = sorted(done, key=lambda b: -b.score(penalty))[:width]

@@ -86,6 +86,9 @@ class LLM:
         graphs = of_type("cuda_graph_config", cuda_graph_config, CudaGraphConfig)
         draft = of_type("speculative_config", speculative_config, NGramDecodingConfig, DraftTargetDecodingConfig)
         sizes = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
+        flags = {"skip_tokenizer_init": skip_tokenizer_init, "deterministic": deterministic, "progress": progress}
+        for name, given in {**flags, "disable_overlap_scheduler": disable_overlap_scheduler}.items():
+            of_type(name, given, bool)
         check_llm(watchdog_timeout, sizes, tokenizer if skip_tokenizer_init else None)
         parts = load_parts(model, weights=weights, tokenizer=tokenizer, device=device, dtype=None if dtype == "auto" else dtype,
                            load_format=load_format, quant=quant, invariant=deterministic, progress=progress)  # fmt: skip
@@ -249,7 +252,8 @@ class LLM:
         if isinstance(prompt, Mapping):
             known = [k for k in ("prompt_token_ids", "prompt") if k in prompt]
             if len(known) != 1 or len(prompt) != 1:
-                raise ValueError(f"LLM: an input has the fields {', '.join(map(str, prompt))}, expected prompt or prompt_token_ids")
+                given = f"the fields {', '.join(map(str, prompt))}" if prompt else "no fields"
+                raise ValueError(f"LLM: an input has {given}, expected prompt or prompt_token_ids")
             prompt = prompt[known[0]]
             if isinstance(prompt, str) != (known[0] == "prompt"):
                 raise ValueError(f"LLM: {known[0]} is {prompt!r:.60}, expected {'text' if known[0] == 'prompt' else 'token ids'}")

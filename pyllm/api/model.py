@@ -60,11 +60,14 @@ def load_parts(
     """
     from pyllm.api.dummy import SHAPES, DummyWeights
     from pyllm.layers import Decoder, bind
+    from pyllm.layers.linear import check_plan
     from pyllm.load.staging import on_device
     from pyllm.models import spec_from_config
 
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format is {load_format!r}, expected 'auto' or 'dummy'")
+    if not isinstance(model, (str, Path, Decoder)):
+        raise ValueError(f"model is a {type(model).__name__}, expected a Decoder, a directory, a .gguf file or demo")
     where, checkpoint, config = pick_device(device), None, {}
     if isinstance(model, Decoder):
         spec, name = model, "model"
@@ -82,6 +85,7 @@ def load_parts(
     kind = pick_dtype(dtype, where, config)
     source = on_device(weights, where) if weights is not None else DummyWeights(spec, where, kind)
     plan = quant_plan(quant)
+    check_plan("LLM", spec, () if isinstance(quant, str) else plan)
     _check_room(name, weight_bytes(spec, kind, plan), kind, where)
     with progress_bar(f"loading {name}", len(source), "tensors", progress) as advance:
         module = bind(spec, source, quant=plan, device=where, dtype=kind, invariant=invariant, progress=advance)
@@ -167,7 +171,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if _native.kernels_available() else "cpu")
     try:
         found = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise ValueError(f"device is {device!r}, expected cpu, cuda or cuda:N") from None
     if found.type not in ("cpu", "cuda") or (found.type == "cpu" and found.index):
         raise ValueError(f"device is {str(device)!r}, expected cpu, cuda or cuda:N")

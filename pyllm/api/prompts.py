@@ -11,7 +11,7 @@ from torch import Tensor
 
 def one_prompt(inputs: Any) -> bool:
     """Token ids, not a sequence of prompts; arrays and tensors of one dimension are token ids too."""
-    if hasattr(inputs, "ndim"):
+    if getattr(inputs, "ndim", 0):
         return inputs.ndim == 1
     if not isinstance(inputs, Sequence) or isinstance(inputs, (bytes, bytearray)):
         raise ValueError(f"LLM.generate: inputs is {inputs!r:.60}, expected a prompt (text or token ids) or a list of prompts")
@@ -20,7 +20,7 @@ def one_prompt(inputs: Any) -> bool:
 
 def for_each(name: str, given: Any, prompts: int) -> list[Any]:
     """One of an argument for each prompt."""
-    each = list(given) if isinstance(given, Sequence) else [given] * prompts
+    each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * prompts
     if len(each) != prompts:
         raise ValueError(f"LLM.generate: {len(each)} {name} for {prompts} inputs")
     return each

@@ -143,6 +143,17 @@ def test_what_does_not_go_with_it(llm, options, text) -> None:
         llm.generate_async([1, 2], SamplingParams(use_beam_search=True, n=2))
 
 
+def test_the_alternatives_that_are_asked_for(llm) -> None:
+    """Of each token of a beam: the likeliest ones at its place, as of any request, however many the search looks at."""
+    params = SamplingParams(use_beam_search=True, n=2, best_of=3, max_tokens=4, logprobs=2, ignore_eos=True)
+    for c in llm.generate(prompt_of(5), params, use_tqdm=False).outputs:
+        for at, entry in enumerate(c.logprobs):
+            plain = SamplingParams(max_tokens=1, logprobs=2, ignore_eos=True)
+            alone = llm.generate([*prompt_of(5), *c.token_ids[:at]], plain, use_tqdm=False).outputs[0].logprobs[0]
+            assert [t for t, _ in entry.top] == [t for t, _ in alone.top]
+            assert [p for _, p in entry.top] == pytest.approx([p for _, p in alone.top], abs=1e-4)
+
+
 def test_an_end_token_ends_a_beam(llm) -> None:
     params = SamplingParams(use_beam_search=True, n=4, max_tokens=20, stop_token_ids=tuple(range(0, VOCAB, 3)))
     out = llm.generate(prompt_of(7), params, use_tqdm=False)

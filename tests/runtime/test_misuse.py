@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 from pyllm import LLM, CudaGraphConfig, KvCacheConfig, SamplingParams
 from pyllm.api.text import TextOutput
 from pyllm.cli import app
+from pyllm.layers import Fp8
 from pyllm.load.tokenizer import Tokenizer
 from tests.runtime.test_llm import speaking
-from tests.runtime.tiny import byte_tokenizer, save_tiny
+from tests.runtime.tiny import byte_tokenizer, save_tiny, tiny_spec
 
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
 
@@ -33,7 +34,8 @@ def folder(tmp_path_factory):
     [(None, "expected a prompt"), (5, "expected a prompt"), (b"abc", "expected a prompt"), ({1, 2}, "expected a prompt"),
      ([1, "a"], "a prompt is 1"), ([None], "a prompt is None"), ([1.0], "a prompt is 1.0"), ([b"a"], "a prompt is b'a'"),
      ({"prompt": [1]}, "prompt is .*expected text"), ({"prompt_token_ids": "a"}, "expected token ids"),
-     ({"prompt": None}, "prompt is None")],
+     ({"prompt": None}, "prompt is None"), (torch.tensor(3), r"inputs is tensor\(3\), expected a prompt"),
+     (np.array(3), "inputs is array"), ({}, "an input has no fields, expected prompt or")],
 )  # fmt: skip
 def test_wrong_prompts(inputs, text) -> None:
     with speaking("ok") as llm, pytest.raises(ValueError, match=text):
@@ -63,6 +65,15 @@ def test_a_wrong_priority_or_salt_does_not_reach_the_engine(wrong) -> None:
     [
         (lambda f: LLM(f, max_num_tokens=0), "max_num_tokens is 0"),
         (lambda f: LLM(f, watchdog_timeout="x"), "watchdog_timeout is 'x'"),
+        (lambda f: LLM(f, deterministic="no"), "LLM: deterministic is 'no', expected a bool"),
+        (lambda f: LLM(f, disable_overlap_scheduler=0), "LLM: disable_overlap_scheduler is 0, expected a bool"),
+        (lambda f: LLM(f, skip_tokenizer_init="no"), "LLM: skip_tokenizer_init is 'no', expected a bool"),
+        (lambda f: LLM(f, progress="no"), "LLM: progress is 'no', expected a bool"),
+        (lambda f: LLM(f, device=1.5), "device is 1.5, expected cpu, cuda or cuda:N"),
+        (lambda f: LLM(tiny_spec().subs[0], load_format="dummy"), "model is a Sub, expected a Decoder, a directory"),
+        (lambda f: LLM(f, quant=None), "quant is None, expected pairs"),
+        (lambda f: LLM(f, quant={"*": Fp8()}), r"quant holds '\*', expected pairs"),
+        (lambda f: LLM(f, quant=[("*", Fp8)]), r"quant gives '\*' the format <class"),
         (lambda f: LLM(f, tokenizer=f, skip_tokenizer_init=True), "beside skip_tokenizer_init"),
         (lambda f: SamplingParams(logits_processor=3), "logits_processor holds 3"),
         (lambda f: SamplingParams(logit_bias=3), "logit_bias holds 3"),
@@ -73,6 +84,12 @@ def test_a_wrong_priority_or_salt_does_not_reach_the_engine(wrong) -> None:
 def test_wrong_arguments(folder, call, text) -> None:
     with pytest.raises(ValueError, match=text):
         call(folder)
+
+
+@pytest.mark.parametrize("params", ["greedy", {"max_tokens": 3}, 3])
+def test_parameters_that_are_none(params) -> None:
+    with speaking("ok") as llm, pytest.raises(ValueError, match="LLM: sampling_params is .*, expected a SamplingParams"):
+        llm.generate("1234", params)
 
 
 def test_a_stop_string_before_min_tokens_stays_whatever_others_there_are() -> None:
