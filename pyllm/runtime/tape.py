@@ -54,7 +54,7 @@ class Tape:
     def read(self, requests: object, tokens: NDArray[np.int32], now: float) -> bool:
         """Whether these tokens of a step are kept here; if not, everything has been handed out."""
         known = requests is self._requests and requests is self._rows.held() and tokens.min() >= 0 and tokens.max() < self._vocab
-        if not known or any((tokens == end).any() for end in self._ends):
+        if not known or (self._ends and not self._ends.isdisjoint(tokens.tolist())):
             self.hand_out()
             return False
         self._tokens.append(tokens)
