@@ -52,7 +52,7 @@ def throughput(
     output_len: OutputLen = 128,
     num_requests: NumRequests = None,
     concurrency: Annotated[int, typer.Option(help="Requests at a time; -1: all at once.")] = -1,
-    sweep: Annotated[str | None, typer.Option(help="Concurrencies, as in 1,8,64: one line each, and the knee of the curve.")] = None,
+    sweep: Annotated[str | None, typer.Option(help="Concurrencies, as in 1,8,64: a line each, the curve, and its knee.")] = None,
     warmup: Warmup = 2,
     load_format: LoadFormat = "auto",
     quantization: Quant = None,
@@ -149,6 +149,7 @@ def _bench(o: dict[str, Any], concurrencies: list[int], default_count: int) -> N
     from pyllm.api.config import KvCacheConfig, SchedulerConfig
     from pyllm.api.llm import LLM
     from pyllm.measure import bench, peers
+    from pyllm.measure.curve import curve
 
     _check(o, concurrencies)
     count = o["num_requests"] or default_count
@@ -188,7 +189,7 @@ def _bench(o: dict[str, Any], concurrencies: list[int], default_count: int) -> N
         for concurrency in concurrencies:
             reports.append(bench.report(llm, o["model"], o["load_format"], o["quantization"], bench.measure(llm, items, concurrency)))
         where, kind = llm._engine.device, llm._engine.dtype
-    typer.echo(bench.summary(reports[0]) if len(reports) == 1 else _curve(concurrencies, reports))
+    typer.echo(bench.summary(reports[0]) if len(reports) == 1 else curve(concurrencies, reports))
     ours = max(r["performance"]["system_output_throughput_tok_s"] for r in reports)
     del llm
     options = {"load_format": o["load_format"], "device": where, "dtype": kind, "max_batch": o["max_batch_size"]}
@@ -223,19 +224,6 @@ def _against(name: str, model: str, config: dict[str, Any], items: Any, concurre
     speed = peers.tokens_per_second(name, model, config, items, concurrency, options)
     typer.echo(f"{name:<22}{speed:.1f} tokens/s; pyllm is {ours / speed:.2f} times as fast")
     return {"system_output_throughput_tok_s": speed, "ratio": ours / speed}
-
-
-def _curve(concurrencies: list[int], reports: list[dict[str, Any]]) -> str:
-    from pyllm.measure.bench import knee
-
-    points = []
-    rows = [f"{'concurrency':>11} {'tokens/s':>10} {'TTFT ms':>9} {'TPOT ms':>9}"]
-    for c, r in zip(concurrencies, reports, strict=True):
-        speed, s = r["performance"]["system_output_throughput_tok_s"], r["streaming_metrics"]
-        points.append((s["avg_tpot_ms"] or s["avg_ttft_ms"], speed))
-        rows.append(f"{c:>11} {speed:>10.1f} {s['avg_ttft_ms']:>9.2f} {s['avg_tpot_ms'] or 0:>9.2f}")
-    rows[1 + knee(points)] += "  <- knee"
-    return "\n".join(rows)
 
 
 def plan(

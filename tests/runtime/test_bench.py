@@ -15,6 +15,7 @@ from pyllm.api.model import quant_plan
 from pyllm.cli import app
 from pyllm.layers import bind, plan
 from pyllm.measure import bench, peers
+from pyllm.measure.curve import picture
 from pyllm.models import spec_from_config
 from pyllm.plan.memory import OVERHEAD, memory_plan, weight_bytes
 from tests.runtime.tiny import CONFIG, save_tiny, tiny_spec
@@ -77,8 +78,29 @@ def test_latency_and_a_sweep(folder) -> None:
     assert "TPOT ms" in out.stdout
     out = command("bench", "throughput", folder, "--num-requests", 6, "--input-len", 5, "--output-len", 3, "--sweep", "1,2,4", *SMALL)
     assert out.exit_code == 0, out.output
-    assert [line.split()[0] for line in out.stdout.splitlines()] == ["concurrency", "1", "2", "4"]
-    assert out.stdout.count("<- knee") == 1
+    table, drawn = out.stdout.split("\n\n")
+    assert [line.split()[0] for line in table.splitlines()] == ["concurrency", "1", "2", "4"]
+    assert table.count("<- knee") == 1
+    assert drawn.count(" knee") == drawn.count("#") == 1
+    assert max(map(len, drawn.splitlines())) <= 80
+
+
+def test_the_picture_of_a_curve() -> None:
+    lines = picture([(1, 25), (2, 100), (4, 100)], [1, 8, 64], 1, "TPOT ms")
+    assert lines[0].strip() == "tokens/s"
+    assert [line.index("|") for line in lines[1:13]] == [11] * 12
+    top, corner = lines[1][12:], lines[-1]
+    assert (lines[1].split()[0], top.index("#"), top.index("*"), corner.split()) == ("100", 28, 55, ["0", "4.00", "TPOT", "ms"])
+    assert top.split() == ["#", "8", "knee", "*", "64"]
+    low = lines[9][12:]  # a quarter of the way up, and of the way across
+    assert (low.index("*"), low.split()) == (14, ["*", "1"])
+    assert all(not line[12:].strip() for line in (*lines[2:9], *lines[10:13]))
+    alone = picture([(3.0, 7.0)], [5], 0, "TTFT ms")
+    assert alone[1].split() == ["7", "|", "#", "5", "knee"]
+    close = "\n".join(picture([(1, 1), (1, 1.01), (1.01, 1)], [1, 2, 3], 0, "x"))
+    assert (close.count("#"), " 1 knee" in close) == (1, True)  # points in one place keep the knee
+    wide = picture([(1, 1), (2, 2)], [1, 1024], 1, "x")
+    assert wide[1].endswith("# 1024 knee") and max(map(len, wide)) <= 80
 
 
 def test_the_knee_is_where_the_curve_bends() -> None:
