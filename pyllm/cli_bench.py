@@ -18,8 +18,8 @@ PlanModel = Annotated[
     str, typer.Argument(metavar="MODEL", help="Directory or its config.json alone, .gguf file, demo, or a shape: llama-3.1-8b ...")
 ]
 Dataset = Annotated[Path | None, typer.Option(help="JSON lines with prompt or input_ids, and output_tokens. Default: random token ids.")]
-InputLen = Annotated[int, typer.Option(help="Tokens of each random prompt.")]
-OutputLen = Annotated[int, typer.Option(help="Tokens to generate for each random prompt.")]
+InputLen = Annotated[int | None, typer.Option(help="Tokens of each random prompt. Default: 128.")]
+OutputLen = Annotated[int | None, typer.Option(help="Tokens to generate for each random prompt. Default: 128.")]
 NumRequests = Annotated[int | None, typer.Option(help="Requests; default 100 (latency: 10), or the whole dataset.")]
 Warmup = Annotated[int, typer.Option(help="Requests before the measurement.")]
 LoadFormat = Annotated[str, typer.Option(help="auto, or dummy: random weights for the model's config.json.")]
@@ -33,14 +33,16 @@ Fraction = Annotated[float, typer.Option(help="Share of the free memory for the 
 KvDtype = Annotated[str, typer.Option(help="auto, fp8 or int8.")]
 Policy = Annotated[str, typer.Option(help="GUARANTEED_NO_EVICT or MAX_UTILIZATION.")]
 Draft = Annotated[str | None, typer.Option(help="ngram, or a second model: guess tokens, and verify them in one step.")]
-DraftLen = Annotated[int, typer.Option(help="Guesses in a step.")]
+DraftLen = Annotated[int | None, typer.Option(help="Guesses in a step. Default: 4.")]
 Deterministic = Annotated[bool, typer.Option(help="The same bits for a request in any company.")]
 OneKernel = Annotated[
     bool | None,
     typer.Option("--one-kernel/--no-one-kernel", help="Decode steps of up to 4 requests as one kernel. Default: where it is faster."),
 ]
 ReportJson = Annotated[Path | None, typer.Option(help="Write the report here.")]
-Against = Annotated[list[str] | None, typer.Option(help="hf or vllm: run the same requests there, and print the ratio.")]
+Against = Annotated[
+    list[str] | None, typer.Option(help="hf or vllm: run the same requests there (a sweep's last concurrency), and print the ratio.")
+]
 Seed = Annotated[int, typer.Option(help="Of the random prompts.")]
 
 
@@ -48,8 +50,8 @@ Seed = Annotated[int, typer.Option(help="Of the random prompts.")]
 def throughput(
     model: Model,
     dataset: Dataset = None,
-    input_len: InputLen = 128,
-    output_len: OutputLen = 128,
+    input_len: InputLen = None,
+    output_len: OutputLen = None,
     num_requests: NumRequests = None,
     concurrency: Annotated[int, typer.Option(help="Requests at a time; -1: all at once.")] = -1,
     sweep: Annotated[str | None, typer.Option(help="Concurrencies, as in 1,8,64: a line each, the curve, and its knee.")] = None,
@@ -65,7 +67,7 @@ def throughput(
     kv_cache_dtype: KvDtype = "auto",
     scheduler_policy: Policy = "GUARANTEED_NO_EVICT",
     draft: Draft = None,
-    draft_len: DraftLen = 4,
+    draft_len: DraftLen = None,
     deterministic: Deterministic = False,
     one_kernel: OneKernel = None,
     report_json: ReportJson = None,
@@ -80,8 +82,8 @@ def throughput(
 def latency(
     model: Model,
     dataset: Dataset = None,
-    input_len: InputLen = 128,
-    output_len: OutputLen = 128,
+    input_len: InputLen = None,
+    output_len: OutputLen = None,
     num_requests: NumRequests = None,
     concurrency: Annotated[int, typer.Option(help="Requests at a time.")] = 1,
     warmup: Warmup = 2,
@@ -94,7 +96,7 @@ def latency(
     kv_cache_free_gpu_mem_fraction: Fraction = 0.9,
     kv_cache_dtype: KvDtype = "auto",
     draft: Draft = None,
-    draft_len: DraftLen = 4,
+    draft_len: DraftLen = None,
     deterministic: Deterministic = False,
     one_kernel: OneKernel = None,
     report_json: ReportJson = None,
@@ -121,12 +123,13 @@ def _concurrencies(sweep: str, concurrency: int) -> list[int]:
 def _speculative(o: dict[str, Any]) -> Any:
     from pyllm.api.config import DraftTargetDecodingConfig, NGramDecodingConfig
 
+    length = 4 if o["draft_len"] is None else o["draft_len"]
     if o["draft"] is None:
         return None
     if o["draft"] == "ngram":
-        return NGramDecodingConfig(max_draft_len=o["draft_len"])
+        return NGramDecodingConfig(max_draft_len=length)
     how = {"load_format": o["load_format"], "quant": o["quantization"] or ()}
-    return DraftTargetDecodingConfig(speculative_model=o["draft"], max_draft_len=o["draft_len"], **how)
+    return DraftTargetDecodingConfig(speculative_model=o["draft"], max_draft_len=length, **how)
 
 
 def _at_least(command: str, low: int, o: dict[str, Any], *names: str) -> None:
@@ -141,6 +144,11 @@ def _check(o: dict[str, Any], concurrencies: list[int]) -> None:
             raise ValueError(f"bench: --concurrency is {c}, expected at least 1, or -1: all at once")
     _at_least("bench", 1, o, "num_requests", "input_len", "output_len", "max_batch_size", "max_num_tokens", "max_seq_len")
     _at_least("bench", 0, o, "warmup", "seed")
+    for name in ("input_len", "output_len"):
+        if o["dataset"] and o[name] is not None:
+            raise ValueError(f"bench: --{name.replace('_', '-')} and --dataset, whose lines say it, are both given; leave one of them out")
+    if o["draft"] is None and o["draft_len"] is not None:
+        raise ValueError("bench: --draft-len without --draft (ngram, or a second model), which it is for")
     if o["report_json"] and not o["report_json"].absolute().parent.is_dir():
         raise ValueError(f"bench: --report-json is {str(o['report_json'])!r}, expected a file in a directory that exists")
 
@@ -153,16 +161,14 @@ def _bench(o: dict[str, Any], concurrencies: list[int], default_count: int) -> N
 
     _check(o, concurrencies)
     count = o["num_requests"] or default_count
-    for name in o["against"] or ():
-        if name not in peers.PEERS:
-            raise ValueError(f"bench: --against is {name!r}, expected one of {', '.join(peers.PEERS)}")
     config = _config(o["model"], o["load_format"])
     vocab = int(config.get("vocab_size") or 1000)
     items = (
         bench.read_dataset(o["dataset"], o["num_requests"])
         if o["dataset"]
-        else bench.synthetic(count, o["input_len"], o["output_len"], vocab, o["seed"])
+        else bench.synthetic(count, o["input_len"] or 128, o["output_len"] or 128, vocab, o["seed"])
     )
+    peers.check_peers(o["against"] or (), o["model"], items, o["load_format"], o["kv_cache_dtype"])
     text = any(isinstance(i.prompt, str) for i in items)
     longest = None if text else max(len(i.prompt) + i.output_tokens for i in items)
     llm = LLM(
@@ -190,11 +196,12 @@ def _bench(o: dict[str, Any], concurrencies: list[int], default_count: int) -> N
             reports.append(bench.report(llm, o["model"], o["load_format"], o["quantization"], bench.measure(llm, items, concurrency)))
         where, kind = llm._engine.device, llm._engine.dtype
     typer.echo(bench.summary(reports[0]) if len(reports) == 1 else curve(concurrencies, reports))
-    ours = max(r["performance"]["system_output_throughput_tok_s"] for r in reports)
+    ours = reports[-1]["performance"]["system_output_throughput_tok_s"]  # of the concurrency that the peer runs
     del llm
     options = {"load_format": o["load_format"], "device": where, "dtype": kind, "max_batch": o["max_batch_size"]}
+    options |= {"quantization": o["quantization"], "kv_cache_dtype": o["kv_cache_dtype"]}
     for name in o["against"] or ():
-        reports[0].setdefault("against", {})[name] = _against(name, o["model"], config, items, concurrencies[-1], options, ours)
+        reports[-1].setdefault("against", {})[name] = _against(name, o["model"], config, items, concurrencies[-1], options, ours)
     if o["report_json"]:
         o["report_json"].write_text(json.dumps(reports[0] if len(reports) == 1 else reports, indent=1) + "\n")
 
@@ -222,7 +229,10 @@ def _against(name: str, model: str, config: dict[str, Any], items: Any, concurre
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the peer shall have all the memory, too
     speed = peers.tokens_per_second(name, model, config, items, concurrency, options)
-    typer.echo(f"{name:<22}{speed:.1f} tokens/s; pyllm is {ours / speed:.2f} times as fast")
+    kind = str(options["dtype"]).removeprefix("torch.")
+    plain = name == "hf" and (options["quantization"] or options["kv_cache_dtype"] != "auto")
+    how = f" in {kind} with a cache of {kind}" if plain else f" at concurrency {concurrency}" if concurrency > 0 else ""
+    typer.echo(f"{name:<22}{speed:.1f} tokens/s{how}; pyllm is {ours / speed:.2f} times as fast")
     return {"system_output_throughput_tok_s": speed, "ratio": ours / speed}
 
 

@@ -21,12 +21,24 @@ def installed(name: str) -> bool:
     return importlib.util.find_spec({"hf": "transformers", "vllm": "vllm"}[name]) is not None
 
 
+def check_peers(names: Sequence[str], model: str, items: Sequence[Item], load_format: str, kv_cache_dtype: str) -> None:
+    """ValueError for what a peer cannot run, before anything is measured."""
+    for name in names:
+        if name not in PEERS:
+            raise ValueError(f"bench: --against is {name!r}, expected one of {', '.join(PEERS)}")
+    if names and any(isinstance(item.prompt, str) for item in items):
+        raise ValueError("bench: --against needs prompts as token ids (a synthetic dataset, or input_ids)")
+    if names and load_format == "auto" and not Path(model, "config.json").is_file():  # a peer would look for it on a hub
+        raise ValueError(f"bench: --against needs a Hugging Face directory, or --load-format dummy; MODEL is {model}")
+    if "vllm" in names and kv_cache_dtype == "int8":
+        raise ValueError("bench: --against vllm with --kv-cache-dtype int8, which it has not, expected auto or fp8")
+
+
 def tokens_per_second(
     name: str, model: str, config: dict[str, Any], items: Sequence[Item], concurrency: int, options: dict[str, Any]
 ) -> float:
-    """Output tokens per second of a peer; options: load_format, dtype, device, max_batch. Prompts must be token ids."""
-    if any(isinstance(item.prompt, str) for item in items):
-        raise ValueError("bench: --against needs prompts as token ids (a synthetic dataset, or input_ids)")
+    """Output tokens per second of a peer; options: load_format, dtype, device, max_batch, and for vLLM quantization and
+    kv_cache_dtype. Prompts are token ids (`check_peers`)."""
     run = _hf if name == "hf" else _vllm
     return run(model, config, items, concurrency, options)
 
@@ -71,6 +83,8 @@ def _vllm(model: str, config: dict[str, Any], items: Sequence[Item], concurrency
             load_format=options["load_format"],
             skip_tokenizer_init=True,
             dtype=str(options["dtype"]).removeprefix("torch."),
+            quantization=options["quantization"],
+            kv_cache_dtype=options["kv_cache_dtype"],
             max_model_len=longest,
             max_num_seqs=min(options["max_batch"], concurrency) if concurrency > 0 else options["max_batch"],
             enable_prefix_caching=False,

@@ -124,15 +124,58 @@ def test_guessing_and_the_deterministic_mode(folder, tmp_path, options, drafts) 
         assert "self" not in options or stats["acceptance_rate"] > 0.9  # a model guesses what it says itself
 
 
-def test_against_a_peer(folder, monkeypatch) -> None:
+def test_against_a_peer(folder, monkeypatch, tmp_path) -> None:
     args = ("--num-requests", 3, "--input-len", 5, "--output-len", 4, "--load-format", "dummy", *SMALL)
     out = command("bench", "throughput", folder, *args, "--against", "hf")
     assert out.exit_code == 0, out.output
     assert "times as fast" in out.stdout
     monkeypatch.setattr(peers, "installed", lambda name: False)
     assert "not installed" in command("bench", "throughput", folder, *args, "--against", "vllm").stdout
-    out = command("bench", "throughput", folder, *args, "--against", "abacus")
-    assert (out.exit_code, out.stderr) == (2, "pyllm: bench: --against is 'abacus', expected one of hf, vllm\n")
+    monkeypatch.setattr("pyllm.api.llm.LLM.__init__", lambda *a, **k: pytest.fail("a model was loaded"))
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"prompt": "abc", "output_tokens": 2}')
+    for model, options, text in (
+        (folder, (*args, "--against", "abacus"), "--against is 'abacus', expected one of hf, vllm"),
+        (folder, ("--dataset", texts, "--against", "hf"), "--against needs prompts as token ids"),
+        (folder, (*args, "--against", "vllm", "--kv-cache-dtype", "int8"), "int8, which it has not, expected auto or fp8"),
+    ):
+        out = command("bench", "throughput", model, *options)
+        assert (out.exit_code, text in out.stderr, out.stderr.count("\n")) == (2, True, 1), out.output
+    items = bench.synthetic(1, 2, 2, 10, 0)
+    for model in ("demo", str(tmp_path / "model.gguf"), str(tmp_path)):
+        with pytest.raises(ValueError, match="--against needs a Hugging Face directory, or --load-format dummy; MODEL is"):
+            peers.check_peers(["hf"], model, items, "auto", "auto")
+        peers.check_peers([], model, items, "auto", "int8")
+        peers.check_peers(["hf"], model, items, "dummy", "int8")
+
+
+def test_a_peer_is_compared_at_its_own_concurrency_and_quantization(folder, monkeypatch, tmp_path) -> None:
+    """Of a sweep: what both do at the last one, even where another was faster. vLLM quantizes as pyllm does; transformers cannot."""
+    asked = []
+
+    def speed(name, model, config, items, concurrency, options) -> float:
+        asked.append((name, concurrency, options["quantization"], options["kv_cache_dtype"]))
+        return 10.0
+
+    def measured(llm, items, concurrency, **rest):
+        spread = {"average": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0}
+        s = {"avg_ttft_ms": 1.0, "avg_tpot_ms": 1.0 * concurrency, "ttft_percentiles": spread}
+        return {"performance": {"system_output_throughput_tok_s": 40.0 / concurrency}, "streaming_metrics": s}
+
+    monkeypatch.setattr(peers, "tokens_per_second", speed)
+    monkeypatch.setattr(peers, "installed", lambda name: True)
+    monkeypatch.setattr(bench, "measure", measured)
+    path = tmp_path / "report.json"
+    args = ("--num-requests", 3, "--input-len", 5, "--output-len", 4, "--load-format", "dummy", *SMALL, "--report-json", path)
+    options = ("--sweep", "1,2", "--quantization", "fp8", "--kv-cache-dtype", "fp8", "--against", "vllm", "--against", "hf")
+    out = command("bench", "throughput", folder, *args, *options)
+    assert out.exit_code == 0, out.output
+    assert asked == [("vllm", 2, "fp8", "fp8"), ("hf", 2, "fp8", "fp8")]
+    lines = [line for line in out.stdout.splitlines() if "times as fast" in line]
+    assert "tokens/s at concurrency 2; pyllm is 2.00 times" in lines[0]
+    assert "tokens/s in float32 with a cache of float32; pyllm is 2.00 times" in lines[1]
+    first, last = json.loads(path.read_text())
+    assert "against" not in first and last["against"]["vllm"]["ratio"] == 2.0
 
 
 def test_dummy_weights_are_all_that_a_declaration_asks_for() -> None:
