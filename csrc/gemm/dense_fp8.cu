@@ -11,7 +11,7 @@ void dense_fp8_gated(const DenseParams& p, cudaStream_t stream);   // dense_fp8_
 void dense_fp8(const DenseParams& p, cudaStream_t stream) {
   if (p.x_blocks != nullptr) return dense_fp8_blocks(p, stream);
   if (p.gated) return dense_fp8_gated(p, stream);
-  if (p.m <= 64 && dense::is_plain(p)) return dense_fp8_few(p, stream);
+  if (p.m <= dense::kFewRows && dense::is_plain(p)) return dense_fp8_few(p, stream);
   if (!dense::is_plain(p)) throw std::runtime_error("dense_fp8: activations without a gate, soft caps and residuals are not built");
   dispatch_dtype<DType::kBF16, DType::kFP16>("dense_fp8: result", p.out_dtype, [&](auto t) {
     using Out = typename decltype(t)::type;

@@ -85,16 +85,26 @@ __device__ __forceinline__ void add_block(float (&d)[C::R], float (&part)[C::R],
 // stages left has an end of its own. From one end for all the compiler joins the loop with it, takes a buffer in flight for one that is
 // read, and waits after each product.)
 template <class C>
-__device__ __forceinline__ void sum_blocks(float (&d)[C::kBlocksM][C::R], BlockScales<C>&& scales, const Shared<C>& smem,
-                                           const Walk<C>& walk, int share, Ring<C>& ring) {
+struct BlockSums {
   static_assert(C::BK == 128 && 128 % C::BN == 0 && C::kBlocksM == 1 && C::kWay == Way::kTogether,
                 "a stage and a tile have one scale of w");
+  float even[C::R], odd[C::R];
+};
+
+// The first stage of a tile: its products run while the sums of the tile before are stored.
+template <class C>
+__device__ __forceinline__ void start_blocks(BlockSums<C>& sums, const Shared<C>& smem, int share, const Ring<C>& ring) {
+  barrier_wait(smem.full(ring.stage), ring.phase);
+  multiply_block<C>(sums.even, smem, share, ring.stage);
+}
+
+template <class C>
+__device__ __forceinline__ void sum_blocks(float (&d)[C::kBlocksM][C::R], BlockSums<C>& sums, BlockScales<C>& scales, const Shared<C>& smem,
+                                           const Walk<C>& walk, int share, Ring<C>& ring) {
 #pragma unroll
   for (int j = 0; j < C::R; ++j) d[0][j] = 0.f;
-  share = __shfl_sync(0xffffffff, share, 0);  // known to be the same for all lanes, addresses stay in uniform registers: 4 % less time
-  float even[C::R], odd[C::R];
-  barrier_wait(smem.full(ring.stage), ring.phase);
-  multiply_block<C>(even, smem, share, ring.stage);
+  float (&even)[C::R] = sums.even;
+  float (&odd)[C::R] = sums.odd;
   const auto step = [&](float (&part)[C::R], float (&other)[C::R], int i) {
     const int stage = ring.stage;
     ring.next();

@@ -2,6 +2,7 @@
 #pragma once
 #include "common/dispatch.h"
 #include "common/tensor_map.h"
+#include "gemm/dense_few.cuh"
 #include "gemm/dense_linear.cuh"
 #include "gemm/dense_linear.h"
 #include "gemm/dense_plan.h"
@@ -20,14 +21,25 @@ inline int sm_count() {
 
 template <class C>
 constexpr TileInfo tile_info() {
-  return {C::kWay == Way::kTurns, C::BM, C::BN, C::kSplit, C::kPerSm};
+  return {C::kWay == Way::kTurns, C::BM, C::BN, C::kSplit};
+}
+
+template <class T>
+constexpr DType dtype_of_operand() {
+  return sizeof(T) == 1 ? DType::kE4M3 : std::is_same_v<T, __nv_bfloat16> ? DType::kBF16 : DType::kFP16;
+}
+
+template <class C>
+CUtensorMap make_map_of_result(const DenseParams& p, int64_t columns) {
+  return make_tensor_map<2>("out", p.out, p.out_dtype, {columns, p.m}, {columns}, {C::kChunkOut, 64},
+                            C::kChunkOut == 64   ? Swizzle::k128
+                            : C::kChunkOut == 32 ? Swizzle::k64
+                                                 : Swizzle::k32);
 }
 
 template <class C>
 Maps make_maps(const DenseParams& p) {
-  constexpr DType in = sizeof(typename C::T) == 1                     ? DType::kE4M3
-                       : std::is_same_v<typename C::T, __nv_bfloat16> ? DType::kBF16
-                                                                      : DType::kFP16;
+  constexpr DType in = dtype_of_operand<typename C::T>();
   const int64_t columns = C::Finish::kGated ? p.n / 2 : p.n;
   Maps maps;
   // One row has no stride; TMA wants one of 16 bytes all the same.
@@ -40,10 +52,7 @@ Maps make_maps(const DenseParams& p) {
   } else {
     maps.w = make_tensor_map<2>("weight", p.w, in, {p.k, p.n}, {w_stride}, {C::BK, C::BN}, Swizzle::k128);
   }
-  maps.y = make_tensor_map<2>("out", p.out, p.out_dtype, {columns, p.m}, {columns}, {C::kChunkOut, 64},
-                              C::kChunkOut == 64   ? Swizzle::k128
-                              : C::kChunkOut == 32 ? Swizzle::k64
-                                                   : Swizzle::k32);
+  maps.y = make_map_of_result<C>(p, columns);
   return maps;
 }
 
@@ -60,26 +69,48 @@ void launch_tile(const DenseParams& p, cudaStream_t stream) {
   launch("dense GEMM", shape, stream, gemm_kernel<C>, make_maps<C>(p), sizes, p.epilogue, blocks);
 }
 
-// A list of tile shapes; `run` takes the one chosen for p. Few: all of 64 rows, for up to 64 rows of x.
-template <bool Few, class... C>
-struct TileList {
+// Up to 64 rows of x.
+template <class C>
+void launch_few(const DenseParams& p, cudaStream_t stream) {
+  using T = typename C::T;
+  constexpr DType in = dtype_of_operand<T>();
+  const TileInfo info = tile_info<C>();
+  const Problem problem{p.m, p.n, p.k, sizeof(T), sm_count()};
+  const int64_t ctas = ceil_div(p.n, C::BN) * C::kSplit, grid = C::kSplit > 1 ? ctas : std::min(ctas, slots(info, problem.sms));
+  const int64_t x_stride = p.m > 1 ? p.x_stride : ceil_div(p.k, 16) * 16, w_stride = p.n > 1 ? p.w_stride : ceil_div(p.k, 16) * 16;
+  Maps maps;
+  maps.x = make_tensor_map<2>("x", p.x, in, {p.k, p.m}, {x_stride}, {C::Base::BK, static_cast<int>(ceil_div(p.m, 8) * 8)}, Swizzle::k128);
+  maps.w = make_tensor_map<2>("weight", p.w, in, {p.k, p.n}, {w_stride}, {C::Base::BK, C::BN}, Swizzle::k128);
+  maps.y = make_map_of_result<C>(p, p.n);
+  const Shape sizes{static_cast<int>(p.m), static_cast<int>(p.n), static_cast<int>(p.k), 1};
+  const LaunchShape shape{dim3(static_cast<unsigned>(grid)), dim3(C::kThreads), C::kSmem, C::kSplit};
+  launch("dense GEMM", shape, stream, few_kernel<C>, maps, sizes, p.epilogue);
+}
+
+// A list of tile shapes; `run` takes the one chosen for p.
+template <class... C>
+struct Tiles {
   static constexpr TileInfo kInfo[] = {tile_info<C>()...};
   static void run(const DenseParams& p, int bytes, cudaStream_t stream) {
-    const Problem problem{p.m, p.n, p.k, bytes, sm_count()};
-    const int chosen = Few ? choose_few(kInfo, sizeof...(C), problem) : choose_tile(kInfo, sizeof...(C), problem);
+    const int chosen = choose_tile(kInfo, sizeof...(C), Problem{p.m, p.n, p.k, bytes, sm_count()});
     int i = 0;
     ((chosen == i++ ? launch_tile<C>(p, stream) : void()), ...);
   }
 };
 
+// The same of tiles for up to kFewRows rows of x, without an activation, gate, soft cap or residual.
 template <class... C>
-using Tiles = TileList<false, C...>;
-
-template <class T, class Out, int BN, int Split>
-using FewRows = Tile<T, Out, Way::kTogether, 64, BN, Split>;
+struct FewTileList {
+  static constexpr TileInfo kInfo[] = {tile_info<C>()...};
+  static void run(const DenseParams& p, int bytes, cudaStream_t stream) {
+    const int chosen = choose_few(kInfo, sizeof...(C), Problem{p.m, p.n, p.k, bytes, sm_count()});
+    int i = 0;
+    ((chosen == i++ ? launch_few<C>(p, stream) : void()), ...);
+  }
+};
 template <class T, class Out>
-using FewRowsTiles = TileList<true, FewRows<T, Out, 32, 1>, FewRows<T, Out, 32, 2>, FewRows<T, Out, 64, 1>, FewRows<T, Out, 64, 2>,
-                              FewRows<T, Out, 64, 4>, FewRows<T, Out, 192, 2>, FewRows<T, Out, 192, 4>, FewRows<T, Out, 224, 1>>;
+using FewRowsTiles = FewTileList<FewTile<T, Out, 64, 1>, FewTile<T, Out, 64, 2>, FewTile<T, Out, 64, 4>, FewTile<T, Out, 96, 2>,
+                                 FewTile<T, Out, 112, 1>, FewTile<T, Out, 128, 1>, FewTile<T, Out, 128, 2>, FewTile<T, Out, 224, 1>>;
 
 // Tiles of operands T and results Out without an activation, gate, soft cap or residual.
 template <class T, class Out>
@@ -88,7 +119,8 @@ using PlainTiles =
           Tile<T, Out, Way::kTogether, 128, 48>, Tile<T, Out, Way::kTogether, 128, 64>, Tile<T, Out, Way::kTogether, 128, 96>,
           Tile<T, Out, Way::kTogether, 128, 112>, Tile<T, Out, Way::kTogether, 128, 128>, Tile<T, Out, Way::kTogether, 128, 192>,
           Tile<T, Out, Way::kTogether, 128, 224>, Tile<T, Out, Way::kTogether, 128, 256>, Tile<T, Out, Way::kTogether, 128, 64, 2>,
-          Tile<T, Out, Way::kTogether, 128, 128, 2>, Tile<T, Out, Way::kTogether, 128, 160, 2>, Tile<T, Out, Way::kTogether, 128, 128, 4>>;
+          Tile<T, Out, Way::kTogether, 128, 96, 2>, Tile<T, Out, Way::kTogether, 128, 128, 2>, Tile<T, Out, Way::kTogether, 128, 160, 2>,
+          Tile<T, Out, Way::kTogether, 128, 128, 4>>;
 
 // Fewer of them, for types that are rare.
 template <class T, class Out>

@@ -8,7 +8,6 @@ namespace pyllm::dense {
 struct TileInfo {
   bool turns;  // Way::kTurns
   int bm, bn, split;
-  int per_sm = 1;  // CTAs
 };
 
 struct Problem {
@@ -20,10 +19,7 @@ struct Problem {
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // CTAs of one wave. The GPCs of an H200 have 16 or 18 SMs: 30 clusters of 4 fit, not 33.
-inline int64_t slots(const TileInfo& t, int sms) {
-  if (t.per_sm > 1) return t.per_sm * sms / t.split * t.split;
-  return t.split <= 2 ? sms / t.split * t.split : (sms / t.split - 3) * t.split;
-}
+inline int64_t slots(const TileInfo& t, int sms) { return t.split <= 2 ? sms / t.split * t.split : (sms / t.split - 3) * t.split; }
 
 inline int64_t tiles(const TileInfo& t, const Problem& p) { return ceil_div(p.m, t.bm) * ceil_div(p.n, t.bn); }
 
@@ -37,7 +33,7 @@ inline double model_time(const TileInfo& t, const Problem& p) {
   const double waves = static_cast<double>(ceil_div(tiles(t, p) * t.split, slots(t, p.sms)));
   // In turns the stores of a tile hide behind the products of the next.
   const double around = t.turns ? 6790 + 130 * waves : 4395 * waves;
-  const double join = t.split == 1 ? 0 : t.split == 2 ? 4250 : 6390;
+  const double join = t.split == 1 ? 0 : t.split == 2 ? 2000 : 4000;
   return waves * (std::max(tensor, shared) + 17) * steps + around + join;
 }
 
@@ -80,32 +76,22 @@ inline int choose_tile(const TileInfo* all, int count, Problem p) {
   return best;
 }
 
-// Up to 64 rows of x, with tiles of 64 rows: the stream of w is what counts, and the x that each CTA reads beside it. Microseconds: the
-// longer of the stream (4.23 MB/us) and of what an SM reads (0.115 MB/us; of x two thirds, since CTAs of one SM share them), a quarter of
-// the other. Fitted to 16 shapes of 32 and 64 rows with 7 tiles each, 7 % off; what it misses by more than 2 % is in the table.
+inline constexpr int kFewRows = 64;
+
+// Up to kFewRows rows of x, with tiles of 64 rows (dense_few.cuh): microseconds beyond what all tiles take. The longer of the stream of w
+// and of what one SM takes of it, 0.42 of the other, and what a join and a second wave cost. Fitted to 32 shapes of 32 and 64 rows, e4m3
+// and bf16, with 12 tiles each; its choice is at most 2 % slower than the fastest tile.
 inline double few_time(const TileInfo& t, const Problem& p) {
-  const double steps = static_cast<double>(ceil_div(p.k * p.bytes, 128)) / t.split;
-  const int64_t ctas = ceil_div(p.n, t.bn) * t.split;
-  const double one_sm = static_cast<double>(ceil_div(ctas, p.sms)) * (t.bn + 0.64 * static_cast<double>(p.m)) * 128 * steps / 0.115e6;
-  const double stream = static_cast<double>(p.n * p.k * p.bytes) / 4.23e6;
-  const double join = t.split == 1 ? 0 : t.split == 2 ? 0.5 : 1.1;
-  return std::max(stream, one_sm) + std::min(stream, one_sm) / 4 + join + static_cast<double>(ceil_div(ctas, slots(t, p.sms)));
+  constexpr int kStep = 256;  // bytes of K
+  const double steps = static_cast<double>(ceil_div(p.k * p.bytes, kStep)) / t.split;
+  const int64_t waves = ceil_div(ceil_div(p.n, t.bn) * t.split, slots(t, p.sms));
+  const double one_sm = static_cast<double>(waves) * t.bn * kStep * steps / 0.093e6;
+  const double stream = static_cast<double>(p.n * p.k * p.bytes) / 4.6e6;
+  const double join = t.split == 1 ? 0 : t.split == 2 ? 0.43 : 0.8;
+  return std::max(stream, one_sm) + 0.42 * std::min(stream, one_sm) + join + 1.8 * static_cast<double>(waves - 1);
 }
 
-// For m of the same number of 32-row blocks.
-inline constexpr Exception kFewExceptions[] = {
-    {1, 32, 6144, 4096, {false, 64, 192, 2}}, {1, 64, 6144, 4096, {false, 64, 32, 1}},   {1, 32, 4096, 4096, {false, 64, 64, 2}},
-    {1, 64, 4096, 4096, {false, 64, 32, 2}},  {1, 32, 4096, 14336, {false, 64, 192, 4}}, {1, 64, 4096, 14336, {false, 64, 32, 2}},
-    {1, 64, 2048, 2048, {false, 64, 32, 2}},  {1, 64, 2048, 8192, {false, 64, 64, 4}},
-};
-
 inline int choose_few(const TileInfo* all, int count, const Problem& p) {
-  for (const Exception& e : kFewExceptions) {
-    if (e.bytes != p.bytes || e.n != p.n || e.k != p.k || ceil_div(e.m, 32) != ceil_div(p.m, 32)) continue;
-    for (int i = 0; i < count; ++i) {
-      if (is_tile(all[i], e.tile)) return i;
-    }
-  }
   int best = -1;
   for (int i = 0; i < count; ++i) {
     if (all[i].split > 1 && ceil_div(p.k * p.bytes, 128) < 8 * all[i].split) continue;  // a part has 8 steps at least

@@ -12,7 +12,8 @@ namespace pyllm::dense {
 
 using gemm::Ring;
 
-constexpr int kStageBytes = 128;        // of one row of a stage: the span of the 128-byte swizzle
+constexpr int kStageBytes = 128;  // of one row of a stage: the span of the 128-byte swizzle
+constexpr int kBarrierBytes = 256;
 constexpr int kSmemPerSm = 228 * 1024;  // of which each CTA takes 1 KB for itself
 
 // How the products are summed: kPlain leaves the whole sum over K in the tensor core's accumulators (for e4m3 they keep about 14 bits
@@ -44,10 +45,8 @@ struct Tile {
   static constexpr Sums kSums = Sums_;
   static constexpr Way kWay = Way_;
   static constexpr int BK = kStageBytes / sizeof(T);
-  // Warpgroups that multiply. Tiles of 64 rows are for up to 64 rows of x, where the stream of w is all that counts: one of them, and two
-  // CTAs an SM where the sums leave room for that.
+  // Warpgroups that multiply: one of tiles of 64 rows, which are for up to 64 rows of x (dense_few.cuh).
   static constexpr int kConsumers = kWay == Way::kTogether && BM == 64 ? 1 : 2;
-  static constexpr int kPerSm = kConsumers == 1 && BN <= 128 ? 2 : 1;
   static constexpr int kSharers = kWay == Way::kTurns ? 1 : kConsumers;  // of one tile
   static constexpr int kTiles = kConsumers / kSharers;                   // at a time
   static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -59,18 +58,19 @@ struct Tile {
   static constexpr int kChunkBuffers = 2;
   static constexpr int kBytesA = BM * kStageBytes, kBytesB = BN * kStageBytes;
   static constexpr int kBytesC = kConsumers * kChunkBuffers * kChunkBytes;
-  static constexpr int kBytesColumns = BN * 8;                          // of one tile
-  static constexpr int kTail = kBytesC + kTiles * kBytesColumns + 256;  // 256: barriers
-  static constexpr int kFit = (kSmemPerSm / kPerSm - 1024 - kTail) / (kBytesA + kBytesB);
+  static constexpr int kBytesColumns = BN * 8;                              // of one tile
+  static constexpr int kBytesJoin = (kSplit - 1) * BM * (BN / kSplit) * 4;  // what the other CTAs of a split send
+  static constexpr int kTail = kBytesC + kTiles * kBytesColumns + kBytesJoin + kBarrierBytes;
+  static constexpr int kFit = (kSmemPerSm - 1024 - kTail) / (kBytesA + kBytesB);
   static constexpr int kStages = kFit > 8 ? 8 : kFit;
-  static constexpr int kSmem = kStages * (kBytesA + kBytesB) + kTail;
+  static constexpr int kRing = kStages * (kBytesA + kBytesB);
+  static constexpr int kSmem = kRing + kTail;
   // 65536 registers among three warpgroups would be 168 per thread: too few for the sums.
   static constexpr bool kMoveRegisters = kConsumers == 2;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static_assert(kStages >= 3 && BM % (64 * kSharers) == 0 && BN % 16 == 0 && BN <= 256 && kSplit <= 8);
   static_assert((kSplit & (kSplit - 1)) == 0 && (BN / kSplit) % kChunk == 0, "each CTA of a split stores whole chunks");
   static_assert(!Finish::kGated || kChunk >= 32, "a gated chunk holds two groups of 8 columns of both halves at least");
-  static_assert((kSplit - 1) * BM * (BN / kSplit) * 4 <= kStages * (kBytesA + kBytesB), "the parts of a split fit into the stages");
 };
 
 struct Shape {
@@ -118,14 +118,14 @@ struct Shared {
   uint32_t base;
   __device__ __forceinline__ uint32_t a(int stage) const { return base + stage * C::kBytesA; }
   __device__ __forceinline__ uint32_t b(int stage) const { return base + C::kStages * C::kBytesA + stage * C::kBytesB; }
-  __device__ __forceinline__ uint32_t c(int consumer) const {
-    return base + C::kStages * (C::kBytesA + C::kBytesB) + consumer * C::kChunkBuffers * C::kChunkBytes;
-  }
-  __device__ __forceinline__ uint32_t columns(int turn) const { return c(C::kConsumers) + turn * C::kBytesColumns; }
+  __device__ __forceinline__ uint32_t c(int consumer) const { return base + C::kRing + consumer * C::kChunkBuffers * C::kChunkBytes; }
+  __device__ __forceinline__ uint32_t join() const { return c(C::kConsumers); }
+  __device__ __forceinline__ uint32_t columns(int turn) const { return join() + C::kBytesJoin + turn * C::kBytesColumns; }
   __device__ __forceinline__ uint32_t full(int stage) const { return columns(C::kTiles) + 8 * stage; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(C::kStages + stage); }
   __device__ __forceinline__ uint32_t columns_full(int turn) const { return full(2 * C::kStages + turn); }
   __device__ __forceinline__ uint32_t columns_empty(int turn) const { return full(2 * C::kStages + C::kTiles + turn); }
+  __device__ __forceinline__ uint32_t landed() const { return full(2 * C::kStages + 2 * C::kTiles); }
 };
 
 template <class C>

@@ -22,7 +22,7 @@ from pyllm.ops.prefill import prefill_attention
 ROWS = 256
 """`dense_plan.h` picks one tile, and so one way to cut K, for all products of up to so many rows."""
 FEWEST = 65
-"""`linear_fp8` may give products of up to 64 rows to `skinny_linear`, which sums in another order."""
+"""Products of up to 64 rows have kernels and cuts of K of their own, which sum in another order."""
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -32,8 +32,9 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     """
     if not x.is_cuda:
         return linear(x, weight, bias)
-    x = x.contiguous()
-    return _join([dense_linear(part, weight, bias) for part in x.split(ROWS)])
+    rows, missing = len(x), _missing(len(x))
+    x = F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
+    return _join([dense_linear(part, weight, bias) for part in x.split(ROWS)])[:rows]
 
 
 def invariant_linear_fp8(
@@ -42,8 +43,7 @@ def invariant_linear_fp8(
     """`linear_fp8` with one order of summation for any number of rows; x_scale `[T]`. Same shapes, dtypes and errors."""
     if not x.is_cuda:
         return linear_fp8(x, weight, x_scale, weight_scale, bias, dtype)
-    rows, last = len(x), len(x) % ROWS
-    missing = max(FEWEST - last, 0) if last else 0
+    rows, missing = len(x), _missing(len(x))
     if missing:
         x, x_scale = F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype), F.pad(x_scale, (0, missing))
     parts = zip(x.split(ROWS), x_scale.split(ROWS), strict=True)
@@ -80,6 +80,12 @@ def invariant_attention(
         return prefill_attention(q, k_cache, v_cache, q_starts, **paged, **masks)
     rows, q_scale = quantize_fp8(q.flatten(0, 1).contiguous(), "token")
     return prefill_attention(rows.view(q.shape), k_cache, v_cache, q_starts, **paged, **masks, **scales, q_scale=q_scale.view(q.shape[:2]))
+
+
+def _missing(rows: int) -> int:
+    """Rows that the last block lacks to be one of at least `FEWEST`."""
+    last = rows % ROWS
+    return max(FEWEST - last, 0) if last else 0
 
 
 def _join(parts: list[Tensor]) -> Tensor:
