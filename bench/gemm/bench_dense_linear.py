@@ -12,8 +12,15 @@ from pyllm.ops.dense import dense_linear
 from pyllm.ops.fused import act_mul
 from pyllm.ops.norm import rms_norm
 
+FEW_ROWS = 64
+SLOW = {(6144, 4096), (4096, 4096), (2048, 8192), (1280, 8192)}
+"""Where cuBLAS reads the weight of few rows under 3.2 TB/s."""
+
 
 def case(M: int, N: int, K: int) -> Case:
+    """Up to 64 rows the stream of the weight counts: the ceiling is a copy."""
+    few = M <= FEW_ROWS
+
     def make(n: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         one = {"device": "cuda", "dtype": torch.bfloat16}
         return [(torch.randn(M, K, **one), torch.randn(N, K, **one)) for _ in range(n)]
@@ -23,11 +30,11 @@ def case(M: int, N: int, K: int) -> Case:
         dtype="bf16",
         bytes=2 * (M * K + N * K + M * N),
         flops=2 * M * N * K,
-        matrix="bf16",
+        matrix=None if few else "bf16",
         make=make,
         ours=lambda s: dense_linear(*s),
         baselines={"torch": lambda s: F.linear(*s)},
-        goal=Goal(ratio={"torch": 1.0}),
+        goal=Goal(ratio={"torch": 1.25 if few and (N, K) in SLOW else 1.0}),
     )
 
 
@@ -63,4 +70,5 @@ def case_gated(M: int, N: int, K: int) -> Case:
 def cases(shapes: Shapes) -> list[Case]:
     found = products(shapes)
     gated = [case_gated(M, *found[2]) for M in rows(shapes) if M >= 1024]
-    return [*(case(M, N, K) for M in rows(shapes) for N, K in found), *gated]
+    few = [case(M, N, K) for M in (32, FEW_ROWS) for N, K in found] if shapes.name == "default" else []
+    return [*few, *(case(M, N, K) for M in rows(shapes) for N, K in found), *gated]
