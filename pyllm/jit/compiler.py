@@ -18,6 +18,7 @@ from pyllm.jit.variant import AttentionVariant
 
 _HEADERS = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp")
 _STD = "c++20"
+_ERRORS = (117, 549, 940)  # NVRTC only warns of code that returns nothing, or a value never set: scores would be what a register held
 
 
 class CompileError(ValueError):
@@ -78,7 +79,7 @@ def header_folder() -> Path:
 def _base_digest() -> str:
     """Everything that decides about the code but the variant's source and the architecture."""
     _, version = _compiler()
-    sha = hashlib.sha256(f"{version} {_STD} {templates_digest()}".encode())
+    sha = hashlib.sha256(f"{version} {_STD} {_ERRORS} {templates_digest()}".encode())
     for name in _HEADERS:
         sha.update(hashlib.sha256((header_folder() / name).read_bytes()).digest())
     return sha.hexdigest()
@@ -119,7 +120,7 @@ def compile_variant(
 def _compile(variant: AttentionVariant, source: str, arch: str) -> bytes:
     core, _ = _compiler()
     folders = [str(folder) for folder in (*include_folders(), header_folder())]
-    options = core.ProgramOptions(name=f"{variant.name}.cu", arch=arch, std=_STD, include_path=folders)
+    options = core.ProgramOptions(name=f"{variant.name}.cu", arch=arch, std=_STD, include_path=folders, diag_error=list(_ERRORS))
     try:
         return bytes(core.Program(source, "c++", options).compile("cubin").code)
     except Exception as error:  # cuda.core's own class, which moved between its versions

@@ -96,6 +96,8 @@ def variant_attention(
     """
     for name, value in (("window", window), ("softcap", softcap), ("max_q", max_q)):
         check(value is None or value > 0, "variant_attention", name, f"is {value}, expected more than 0 (or None)")
+    if not isinstance(variant, AttentionVariant):
+        raise ValueError(f"variant_attention: variant is {variant!r:.60}, expected an AttentionVariant")
     return torch.ops.pyllm.variant_attention(
         q, k, v, q_starts, kv_starts, kv_lens, page_table, scale, causal, window or 0, softcap or 0.0, sinks, mask, mask_starts, k_scale,
         v_scale, max_q or 0, variant.number, variant.tensors(tensors), first_head,

@@ -64,8 +64,11 @@ def test_head_dims(dim: int, value_dim: int | None, dtype: torch.dtype) -> None:
         (AttentionVariant("mine", "const float x = s;\nconst float y = x;\nreturn y + z;"), "mine.score(3)", "return y + z;"),
         (AttentionVariant("mine", mask="q_pos >= k_pos &&\n  k_pos > first"), "mine.mask(2)", "k_pos > first"),
         (AttentionVariant("mine", "s +", params=(Param("cap", 1.0),)), "mine.score(", "s +"),
+        (AttentionVariant("mine", "return;"), "mine.score(1)", "return;"),  # a score that is whatever the register held
+        (AttentionVariant("mine", mask="if (k_pos > 3)\n  return true;"), "end of non-void", "user_mask"),
+        (AttentionVariant("mine", "float y;\nreturn s + y;"), "mine.score(2)", "return s + y;"),
     ],
-    ids=["expression", "body", "mask", "syntax"],
+    ids=["expression", "body", "mask", "syntax", "nothing returned", "not always returned", "never set"],
 )
 def test_errors_show_the_users_line(variant: AttentionVariant, where: str, line: str) -> None:
     with pytest.raises(CompileError) as error:
