@@ -51,7 +51,7 @@ def paged_attention(
     the rest: fp32, pages that are not a power of two, head dims that are no multiple of 8 (16 with an fp8 cache).
     An int8 cache is read by `decode_attention` alone: causal, max_q given and at most 64.
     """
-    for name, value in (("window", window), ("softcap", softcap)):
+    for name, value in (("window", window), ("softcap", softcap), ("scale", scale)):
         check(value is None or value > 0, "paged_attention", name, f"is {value}, expected more than 0 (or None)")
     if k_cache.dtype == torch.int8:
         args = (scale, causal, window or 0, softcap or 0.0, sinks, k_scale, v_scale)

@@ -148,6 +148,8 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "sinks": ({"sinks": torch.zeros(3)}, r"sinks has shape \(3,\), expected H=4"),
     "window": ({"window": -1}, r"window is -1, expected more than 0 \(or None\)"),
     "no window": ({"window": 0}, r"window is 0, expected more than 0 \(or None\)"),
+    "scale": ({"scale": -1.0}, r"scale is -1\.0, expected more than 0"),
+    "no scale": ({"scale": float("nan")}, r"scale is nan, expected more than 0"),
     "softcap": ({"softcap": -1.0}, r"softcap is -1\.0, expected more than 0 \(or None\)"),
     "k_scale": ({"k_scale": torch.ones(3)}, r"k_scale has shape \(3,\), expected 1 or K=2"),
     "v_scale": ({"v_scale": torch.ones(2).half()}, r"v_scale is torch\.float16, expected float32"),
