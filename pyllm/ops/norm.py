@@ -52,7 +52,7 @@ def rms_norm(
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
     """
-    out, scales = torch.ops.pyllm.rms_norm(x, weight, eps, residual, _norm_quant("rms_norm", quant), scale)
+    out, scales = torch.ops.pyllm.rms_norm(x, weight, eps, residual, _norm_quant("rms_norm", eps, quant), scale)
     return (out, scales) if quant == "token" else out
 
 
@@ -82,7 +82,7 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton 2016, "Layer Normalization".
     """
-    out, scales = torch.ops.pyllm.layer_norm(x, weight, bias, eps, residual, _norm_quant("layer_norm", quant), scale)
+    out, scales = torch.ops.pyllm.layer_norm(x, weight, bias, eps, residual, _norm_quant("layer_norm", eps, quant), scale)
     return (out, scales) if quant == "token" else out
 
 
@@ -111,7 +111,8 @@ def quantize_fp8(x: Tensor, mode: str, scale: Tensor | None = None) -> Pair:
     return torch.ops.pyllm.quantize_fp8(x, known[mode], scale)
 
 
-def _norm_quant(op: str, quant: str | None) -> int:
+def _norm_quant(op: str, eps: float, quant: str | None) -> int:
+    check(0 <= eps < float("inf"), op, "eps", f"is {eps}, expected finite and at least 0")
     check(quant in (None, "token", "static"), op, "quant", f"is {quant!r}, expected None, 'token' or 'static'")
     return QUANT[quant or "none"]
 

@@ -51,6 +51,8 @@ def test_errors():
         for device in ("cpu", "meta"):
             with pytest.raises(ValueError, match=f"layer_norm: {message}"):
                 layer_norm(x.to(device), w.to(device), bias.to(device), EPSILON)
+    with pytest.raises(ValueError, match="layer_norm: eps is inf, expected finite and at least 0"):
+        layer_norm(x, w, None, float("inf"))
     with pytest.raises(ValueError, match="layer_norm: quant is 'tensor'"):
         layer_norm(x, w, None, EPSILON, quant="tensor")
 

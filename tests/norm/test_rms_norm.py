@@ -48,6 +48,8 @@ BAD = [
     ("residual", {"residual": torch.zeros(5, 16, dtype=BF16)}, r"\.size\(0\) is 5, expected T=4"),
     ("residual", {"residual": torch.zeros(4, 16, dtype=FP16)}, "is float16, expected bfloat16 like x"),
     ("residual", {"residual": torch.zeros(1, 16, dtype=BF16).expand(4, 16)}, r"\.stride\(0\) is 0, expected at least N=16"),
+    ("eps", {"eps": -1e-5}, "is -1e-05, expected finite and at least 0"),
+    ("eps", {"eps": float("nan")}, "is nan, expected finite"),
     ("quant", {"quant": "group"}, "is 'group', expected None, 'token' or 'static'"),
     ("scale", {"quant": "static"}, "is missing"),
     ("scale", {"scale": torch.ones(1)}, "is given"),
