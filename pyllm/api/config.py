@@ -72,6 +72,8 @@ class KvCacheConfig(_Config):
         self._need_count("max_tokens")
         for name in ("host_cache_size", "event_buffer_max_size"):
             self._need(name, type(getattr(self, name)) is int and getattr(self, name) >= 0, "an integer, at least 0")
+            alone = "0 with enable_block_reuse=False, which keeps no pages"
+            self._need(name, self.enable_block_reuse or not getattr(self, name), alone)
         self._need("tokens_per_block", self.tokens_per_block in PAGE_SIZES, f"one of {', '.join(map(str, PAGE_SIZES))}")
         self._need("dtype", self.dtype in CACHE_DTYPES, " or ".join(map(repr, CACHE_DTYPES)))
 

@@ -92,6 +92,8 @@ FEATURES: dict[str, tuple[Any, Any]] = {
 REFUSED = (  # by LLM, each in a sentence
     {"deterministic": True, "policy": "MAX_UTILIZATION"},
     {"reuse": False, "keep": FEATURES["keep"][1]},
+    {"reuse": False, "host": 1 << 22},
+    {"reuse": False, "events": 100},
     {"deterministic": True, "page": 64, "chunk": 20},
 )
 

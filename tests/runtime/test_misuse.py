@@ -79,6 +79,14 @@ def test_a_wrong_priority_or_salt_does_not_reach_the_engine(wrong) -> None:
         (lambda f: SamplingParams(logit_bias=3), "logit_bias holds 3"),
         (lambda f: KvCacheConfig(free_gpu_memory_fraction=True), "free_gpu_memory_fraction is True"),
         (lambda f: CudaGraphConfig(batch_sizes=3), "batch_sizes is 3"),
+        (
+            lambda f: KvCacheConfig(enable_block_reuse=False, host_cache_size=1 << 20),
+            "host_cache_size is 1048576, expected 0 with enable_block",
+        ),
+        (
+            lambda f: KvCacheConfig(enable_block_reuse=False, event_buffer_max_size=9),
+            "event_buffer_max_size is 9, expected 0 with enable_b",
+        ),
     ],
 )
 def test_wrong_arguments(folder, call, text) -> None:
