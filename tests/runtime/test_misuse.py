@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from pyllm.cli import app
 from pyllm.layers import Fp8
 from pyllm.load.tokenizer import Tokenizer
 from tests.runtime.test_llm import speaking
-from tests.runtime.tiny import byte_tokenizer, save_tiny, tiny_spec
+from tests.runtime.tiny import VOCAB, byte_tokenizer, save_tiny, tiny_spec
 
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
 
@@ -98,6 +99,25 @@ def test_wrong_arguments(folder, call, text) -> None:
 def test_parameters_that_are_none(params) -> None:
     with speaking("ok") as llm, pytest.raises(ValueError, match="LLM: sampling_params is .*, expected a SamplingParams"):
         llm.generate("1234", params)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logit_bias": dict.fromkeys(range(VOCAB), -math.inf)},
+        {"frequency_penalty": 1e300},
+        {"logits_processor": lambda ids, x: x * math.nan},
+    ],
+    ids=["biases", "penalty", "processor"],
+)
+def test_logits_that_a_request_has_spoiled_are_not_laid_to_the_model(params) -> None:
+    with speaking("ok") as llm:
+        out = llm.generate("1234", SamplingParams(**params)).outputs[0]
+        assert (out.finish_reason, "once its penalties, biases, bad tokens and logits_processor are applied, hold no" in out.error) == (
+            "error",
+            True,
+        )
+        assert llm.generate("1234").outputs[0].text == "ok"
 
 
 def test_a_stop_string_before_min_tokens_stays_whatever_others_there_are() -> None:
