@@ -13,6 +13,7 @@ inline constexpr bool kBoxable<TensorList> = true;
 
 namespace {
 
+constexpr int kMatrixAlign = 128;                                     // bytes: weights are read in lines of so many
 constexpr int64_t kMostD = 8192, kMostFfn = 32768, kMostPairs = 256;  // rows times KV heads
 
 struct Sizes {
@@ -43,6 +44,7 @@ class StepCheck {
   }
 
   const void* tensor(const Tensor& t, const char* name, std::initializer_list<int64_t> sizes, ScalarType dtype) {
+    const int align = sizes.size() > 1 ? kMatrixAlign : 16;
     check_(t, name).dtype({dtype});
     check_.require(t.dim() == static_cast<int64_t>(sizes.size()), name, "has ", t.dim(), " dimensions, expected ", sizes.size());
     int64_t i = 0;
@@ -51,7 +53,8 @@ class StepCheck {
       ++i;
     }
     check_(t, name).contiguous();
-    check_.require(reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0, name, "starts at an address that is not a multiple of 16 bytes");
+    check_.require(reinterpret_cast<uintptr_t>(t.data_ptr()) % align == 0, name, "starts at an address that is not a multiple of ", align,
+                   " bytes");
     return t.data_ptr();
   }
 

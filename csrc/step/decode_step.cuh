@@ -104,11 +104,14 @@ __device__ __forceinline__ void walk(const Args& a, const StepLayer* table, Role
 
 template <bool Fp8, int D, bool ByteCache>
 __global__ void __launch_bounds__(kThreads, 1) decode_step_kernel(const __grid_constant__ Args a) {
-  extern __shared__ __align__(128) uint8_t shared[];
+  extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = smem_address(shared);
   const int warp = threadIdx.x / 32;
   Header* const header = static_cast<Header*>(a.p.workspace);
-  if (threadIdx.x == 0) Barriers{base + a.barriers, a.stages}.init();
+  if (threadIdx.x == 0) {
+    Barriers{base + a.barriers, a.stages}.init();
+    *reinterpret_cast<int*>(shared + a.waiting) = 0;
+  }
   // The layers' pointers to shared memory: a miss of the constant cache is one of the L2 too.
   const auto* const table = reinterpret_cast<const StepLayer*>(shared + a.table);
   const uint4* from = reinterpret_cast<const uint4*>(a.p.layer);
@@ -124,7 +127,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_step_kernel(const __grid_c
   if (warp >= kWarps) {
     registers_down<88>();  // 128 x 88 + 256 x 208 registers are the 384 x 168 of the launch
     if (warp == kWarps) {
-      Loader(a, base, table).run();
+      if (threadIdx.x % 32 == 0) Loader(a, base, table).run();
+      __syncwarp();
     } else if (warp == kWarps + 1) {
       Finisher finisher(a, base);
       walk<Fp8>(a, table, finisher, set, stride, [](int, uint8_t*, uint8_t*) {});
@@ -143,7 +147,9 @@ __global__ void __launch_bounds__(kThreads, 1) decode_step_kernel(const __grid_c
         touch(a.p.norm, a.p.d * 4);
       }
       if (!attends) return;
+      consumer.tell_waiting(1);
       attend.run(layer, qkv, attended, stride, reinterpret_cast<uint64_t*>(a.partials), step * a.p.layers + layer + 1);
+      consumer.tell_waiting(0);
     });
   }
   leave(a, header, step);

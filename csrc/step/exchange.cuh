@@ -48,31 +48,32 @@ __device__ __forceinline__ float2 from_bf16_pair(uint32_t word) {
 }
 __device__ __forceinline__ void publish(uint8_t* to, float lo, float hi) { store_relaxed(to, ~bf16_pair(lo, hi)); }
 
-// 16 bytes of each of `Pieces` places, `at` bytes into the row; zeros where that is negative. One warp.
+// 16 bytes of each of `Pieces` rows, `at` bytes into the row; zeros where that is negative. Words are stored with `flip`. One warp.
 template <int Pieces>
-__device__ __forceinline__ void wait_pieces(uint4 (&v)[Pieces], const Source& from, const int (&at)[Pieces]) {
+__device__ __forceinline__ void wait_pieces(uint4 (&v)[Pieces], const uint8_t* const (&from)[Pieces], const int (&at)[Pieces],
+                                            uint32_t flip) {
   bool missing[Pieces];
 #pragma unroll
   for (int i = 0; i < Pieces; ++i) {
-    v[i] = {from.flip, from.flip, from.flip, from.flip};
+    v[i] = {flip, flip, flip, flip};
     missing[i] = at[i] >= 0;
-    if (missing[i]) v[i] = load_relaxed_16(from.base + at[i]);
+    if (missing[i]) v[i] = load_relaxed_16(from[i] + at[i]);
   }
   while (true) {
     bool any = false;
 #pragma unroll
     for (int i = 0; i < Pieces; ++i) {
-      missing[i] = missing[i] && !arrived(v[i], from.flip);
+      missing[i] = missing[i] && !arrived(v[i], flip);
       any = any || missing[i];
     }
     if (!__any_sync(0xffffffffu, any)) break;
 #pragma unroll
     for (int i = 0; i < Pieces; ++i) {
-      if (missing[i]) v[i] = load_relaxed_16(from.base + at[i]);
+      if (missing[i]) v[i] = load_relaxed_16(from[i] + at[i]);
     }
   }
 #pragma unroll
-  for (int i = 0; i < Pieces; ++i) v[i] = flipped(v[i], from.flip);
+  for (int i = 0; i < Pieces; ++i) v[i] = flipped(v[i], flip);
 }
 
 // Two fp32 with their stamps.

@@ -1,39 +1,12 @@
-// What products and attention of a decode step are made of: accesses to shared memory, e4m3 as fp16, and the 8-row mma.
+// What products and attention of a decode step are made of: e4m3 as fp16, and the 8-row mma.
 #pragma once
 #include <type_traits>
 
 #include "common/ptx_sm90.cuh"
+#include "common/shared_access.cuh"
 #include "common/vec.cuh"
 
 namespace pyllm::step {
-
-__device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_shared_16(uint32_t to, const uint4& v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-__device__ __forceinline__ float2 load_shared_pair(uint32_t from) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_shared_pair(uint32_t to, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
-}
-__device__ __forceinline__ float load_shared_float(uint32_t from) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from) : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_shared_float(uint32_t to, float v) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
-}
-__device__ __forceinline__ void store_shared_word(uint32_t to, uint32_t v) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
-}
 
 // Two e4m3 as fp16, exactly.
 __device__ __forceinline__ uint32_t widen_e4m3(uint32_t two) {
@@ -54,6 +27,22 @@ __device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %6, %5, %6}, {%7, %8}, {%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a0), "r"(a1), "r"(0), "r"(b0), "r"(b1));
+  }
+}
+
+// The same with 32 of k at a time: a has the eight rows twice, as rows 0 to 7 with one half of k and as 8 to 15 with the other, so that 16
+// bytes of a row in memory are the operand as they are. Columns 0 to 3 of b are up to four rows of x over the first half, 4 to 7 the same
+// over the second; what rows 0 to 7 give with columns 4 to 7, and the others with 0 to 3, means nothing.
+template <class T>
+__device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, const uint2& b) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
   }
 }
 

@@ -121,7 +121,7 @@ struct Product {
   }
 };
 
-// The loader warp: all pieces of the step that this CTA reads, in order.
+// One thread that loads: all pieces of the step that this CTA reads, in order.
 struct Loader {
   const Args& a;
   const StepLayer* const table;
@@ -146,50 +146,80 @@ struct Loader {
     }
   }
 
+  __device__ __forceinline__ bool waiting() const {
+    int value;
+    asm volatile("ld.volatile.shared.s32 %0, [%1];" : "=r"(value) : "r"(ring + a.waiting));
+    return value != 0;
+  }
+
   __device__ __forceinline__ int load(int product, const void* weight, int turn) {
     const Cut cut = a.cut[product];
-    const int lane = threadIdx.x % 32, local = lane % kUnit, pitch = pitch_of(cut.chunk);
+    const CUtensorMap* const whole = &a.map[product][0];
+    const int from = static_cast<int>((static_cast<const uint8_t*>(weight) - cut.base) / cut.line);
+    const int unit_lines = (product == kStepUp ? 4 : kUnit) * (cut.row_bytes / cut.line);
     for (int unit = first_unit(turn); unit < cut.units; unit += gridDim.x) {
-      const int n = product != kStepUp ? unit * kUnit + local : unit * 4 + local % 4 + (local < 4 ? 0 : a.p.ffn);
-      const uint8_t* const row = static_cast<const uint8_t*>(weight) + static_cast<int64_t>(n) * cut.row_bytes;
       for (int offset = 0; offset < cut.row_bytes; offset += cut.chunk) {
         const int size = min(cut.chunk, cut.row_bytes - offset);
         barrier_wait(barriers.empty(stage.at), stage.parity ^ 1);
-        if (asked == a.flying) {
+        for (const int most = waiting() ? a.flying_waiting : a.flying; asked >= most; --asked) {
           barrier_wait(barriers.full(landed.at), landed.parity);
           landed.next(a.stages);
-        } else {
-          ++asked;
         }
-        if (lane == 0) barrier_arrive_expect(barriers.full(stage.at), size * kUnit);
-        __syncwarp();
-        if (lane < kUnit) copy(ring + stage.at * kStage + lane * pitch, row + offset, size, barriers.full(stage.at));
+        ++asked;
+        barrier_arrive_expect(barriers.full(stage.at), size * kUnit);
+        copy(ring + stage.at * kStage, whole + (size < cut.chunk), barriers.full(stage.at), from + unit * unit_lines + offset / cut.line);
         stage.next(a.stages);
       }
     }
     return next_turn(turn, cut.units);
   }
 
-  __device__ __forceinline__ void copy(uint32_t to, const void* from, int bytes, uint32_t barrier) const {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
-                 : "memory");
+  // 8 rows from this line on.
+  __device__ __forceinline__ void copy(uint32_t to, const CUtensorMap* map, uint32_t barrier, int line) const {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %3, %3, %4}], [%2], "
+        "%5;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(0), "r"(line), "l"(policy)
+        : "memory");
   }
 };
 
 // A warp of the eight that multiply.
 struct Consumer : Product {
-  int group, quad;  // a lane holds row `group` of eight, the `quad`-th 16 bytes of each step
+  static constexpr int kSlots = 4;  // pieces of x that a lane asks for at a time
+
+  int group, quad;  // a lane holds row `group` of eight of a stage, the `quad`-th 16 bytes of each step
   Place stage;
+
+  // Where a lane finds its part of an even and of an odd step of 64 bytes in 1 KiB of a stage, and which row of it that is.
+  struct Lines {
+    uint32_t even, odd;
+    int row;
+  };
+  // A stage holds lines of its eight rows one after the other. Those of 128 bytes are swizzled; what a quarter of a warp reads, parts of
+  // two rows, lies in different banks if these are four apart. Lines of 64 bytes, for rows that end in one, need neither.
+  __device__ __forceinline__ Lines lines_of(int line) const {
+    const int own = group % 2 * 4 + group / 2;
+    if (line == kLine) return {own * 128u + (quad ^ own) * 16u, own * 128u + ((4 + quad) ^ own) * 16u, own};
+    return {lane * 16u, lane * 16u + 512u, group};
+  }
+
+  // Tells the loader that the CTA waits for values of others: what is on its way then, they queue behind.
+  __device__ __forceinline__ void tell_waiting(int value) const {
+    if (threadIdx.x == 0) asm volatile("st.volatile.shared.s32 [%0], %1;" ::"r"(ring + a.waiting), "r"(value) : "memory");
+  }
 
   __device__ __forceinline__ Consumer(const Args& args, uint32_t base) : Product(args, base), group(lane / 4), quad(lane % 4) {}
 
   // --- x ---
 
-  // Scales eight values of x by the norm's weights, sums the squares of x, keeps the largest magnitude of the results.
-  static __device__ __forceinline__ void scale_eight(float (&v)[8], const float* g, float& square, float& peak) {
-    if (g != nullptr) {
-      const float4 lo = __ldg(reinterpret_cast<const float4*>(g)), hi = __ldg(reinterpret_cast<const float4*>(g) + 1);
+  // Scales eight values of x, the first of them the `k`-th, by the norm's weights, sums the squares of x, keeps the largest magnitude of
+  // the results. The norm is compared with null as it is given: of a choice between null and an address within it, ptxas 13.0 made a
+  // comparison of a register whose zeros were still on their way, and a load from there.
+  static __device__ __forceinline__ void scale_eight(float (&v)[8], const float* norm, int k, float& square, float& peak) {
+    if (norm != nullptr) {
+      const float4* const g = reinterpret_cast<const float4*>(norm + k);
+      const float4 lo = __ldg(g), hi = __ldg(g + 1);
       const float w[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -218,39 +248,50 @@ struct Consumer : Product {
     return within < share && at < cut.row_bytes * kTimes ? at : -1;
   }
 
-  // This warp's part of x to shared memory: bf16, scaled by the norm's weights; for e4m3 weights quantised, as fp16.
+  // This warp's part of x to shared memory: bf16, scaled by the norm's weights; for e4m3 weights quantised, as fp16. So many pieces at a
+  // time, of all rows alike: what is asked for one after the other waits for a trip through the L2 each.
   template <bool Quantise>
   __device__ __forceinline__ void take_x(const Task& t, const Cut& cut) {
-    constexpr int kWidth = Quantise ? 1 : 2, kPieces = 4;  // bytes of an element of the weight; pieces at a time
+    constexpr int kWidth = Quantise ? 1 : 2;  // bytes of an element of the weight
     const int pieces = (cut.row_bytes + cut.chunk - 1) / cut.chunk * (2 / kWidth), pitch = pitch_of(cut.row_bytes / kWidth * 2);
     if (t.norm != nullptr) {
       for (int p = 0; p < pieces; ++p) touch_norm(t.norm, piece_at<kWidth>(cut, p));
     }
-    for (int m = 0; m < a.p.rows; ++m) {
-      const Source from = source(t.x, m);
-      float square = 0.f, peak = 0.f;
-      for (int p = 0; p < pieces; p += kPieces) {
-        uint4 raw[kPieces];
-        int at[kPieces];
+    const int shift = a.p.rows == 1 ? 0 : a.p.rows == 2 ? 1 : 2, mask = (1 << shift) - 1;  // slot i is row i & mask
+    Statistics statistics{};
+    const uint8_t* from[kSlots];
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i) at[i] = p + i < pieces ? piece_at<kWidth>(cut, p + i) : -1;
-        wait_pieces(raw, from, at);
+    for (int i = 0; i < kSlots; ++i) from[i] = source(t.x, min(i & mask, a.p.rows - 1)).base;
+    const uint32_t flip = t.x.base != nullptr ? ~0u : 0;
+    for (int first = 0; first < pieces; first += kSlots >> shift) {
+      uint4 raw[kSlots];
+      int at[kSlots];
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i) {
-          if (at[i] < 0) continue;
-          if (Quantise || t.norm != nullptr) {
-            float v[8];
-            unpack(raw[i], v);
-            scale_eight(v, t.norm == nullptr ? nullptr : t.norm + at[i] / 2, square, peak);
-            if constexpr (!Quantise) {
-              raw[i] = {bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3]), bf16_pair(v[4], v[5]), bf16_pair(v[6], v[7])};
-            }
+      for (int i = 0; i < kSlots; ++i) {
+        const int p = first + (i >> shift);
+        at[i] = p < pieces && (i & mask) < a.p.rows ? piece_at<kWidth>(cut, p) : -1;
+      }
+      wait_pieces(raw, from, at, flip);
+      if (first == 0) named_sync(1, kConsumers);  // all warps have used the x of the product before
+#pragma unroll
+      for (int i = 0; i < kSlots; ++i) {
+        if (at[i] < 0) continue;
+        if (Quantise || t.norm != nullptr) {
+          float v[8];
+          unpack(raw[i], v);
+          scale_eight(v, t.norm, at[i] / 2, statistics.square[i], statistics.peak[i]);
+          if constexpr (!Quantise) {
+            raw[i] = {bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3]), bf16_pair(v[4], v[5]), bf16_pair(v[6], v[7])};
           }
-          store_shared_16(x + m * pitch + at[i], raw[i]);
+        }
+        if constexpr (Quantise) {
+          store_shared_16(x + (i & mask) * pitch + at[i], raw[i]);
+        } else {
+          store_x(x + (i & mask) * pitch + at[i], raw[i]);
         }
       }
-      if (Quantise || t.norm != nullptr) share_statistics(m, square, peak);
     }
+    if (Quantise || t.norm != nullptr) share_statistics(statistics, mask);
     if constexpr (Quantise) {
       named_sync(1, kConsumers);
       quantise_x(t, cut, pieces, pitch);
@@ -258,13 +299,25 @@ struct Consumer : Product {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void share_statistics(int m, float square, float peak) const {
+  struct Statistics {
+    float square[kSlots], peak[kSlots];
+  };
+  __device__ __forceinline__ void share_statistics(const Statistics& statistics, int mask) const {
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      square += __shfl_xor_sync(0xffffffffu, square, offset);
-      peak = fmaxf(peak, __shfl_xor_sync(0xffffffffu, peak, offset));
+    for (int m = 0; m < kStepRows; ++m) {
+      if (m >= a.p.rows) break;
+      float square = 0.f, peak = 0.f;
+#pragma unroll
+      for (int i = m; i < kSlots; ++i) {
+        if ((i & mask) == m) square += statistics.square[i], peak = fmaxf(peak, statistics.peak[i]);
+      }
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2) {
+        square += __shfl_xor_sync(0xffffffffu, square, offset);
+        peak = fmaxf(peak, __shfl_xor_sync(0xffffffffu, peak, offset));
+      }
+      if (lane == 0) store_shared_float(square_at(m) + warp * 4, square), store_shared_float(peak_at(m) + warp * 4, peak);
     }
-    if (lane == 0) store_shared_float(square_at(m) + warp * 4, square), store_shared_float(peak_at(m) + warp * 4, peak);
   }
 
   // In place: x to the nearest e4m3 of its row's scale, as fp16.
@@ -276,11 +329,11 @@ struct Consumer : Product {
         if (at < 0) continue;
         float v[8], square = 0.f, peak = 0.f;
         unpack(load_shared_16(x + m * pitch + at), v);
-        scale_eight(v, t.norm == nullptr ? nullptr : t.norm + at / 2, square, peak);
+        scale_eight(v, t.norm, at / 2, square, peak);
         uint32_t out[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[i] = widen_e4m3(to_e4m3x2(v[2 * i] * rstd * inverse, v[2 * i + 1] * rstd * inverse));
-        store_shared_16(x + m * pitch + at, {out[0], out[1], out[2], out[3]});
+        store_x(x + m * pitch + at, {out[0], out[1], out[2], out[3]});
       }
     }
   }
@@ -294,50 +347,58 @@ struct Consumer : Product {
 
   // --- sums ---
 
+  // Of eight values of x the words 0 and 2 lie before 1 and 3: see `multiply`.
+  static __device__ __forceinline__ void store_x(uint32_t to, const uint4& v) { store_shared_16(to, {v.x, v.z, v.y, v.w}); }
+
   // 64 bytes of eight rows of the weight at `w`, x of the same k at `u` (of a lane).
-  static __device__ __forceinline__ void multiply_bf16(float (&acc)[2][4], uint32_t w, uint32_t u, bool has_x) {
-    const uint4 b = load_shared_16(w), v = has_x ? load_shared_16(u) : uint4{};
-    multiply<__nv_bfloat16>(acc[0], v.x, v.y, b.x, b.y);
-    multiply<__nv_bfloat16>(acc[1], v.z, v.w, b.z, b.w);
-  }
-  static __device__ __forceinline__ void multiply_e4m3(float (&acc)[2][4], uint32_t w, uint32_t u, bool has_x) {
-    const uint4 b = load_shared_16(w), lo = has_x ? load_shared_16(u) : uint4{}, hi = has_x ? load_shared_16(u + 16) : uint4{};
-    multiply<__half>(acc[0], lo.x, lo.y, widen_e4m3(b.x), widen_e4m3(b.x >> 16));
-    multiply<__half>(acc[1], lo.z, lo.w, widen_e4m3(b.y), widen_e4m3(b.y >> 16));
-    multiply<__half>(acc[0], hi.x, hi.y, widen_e4m3(b.z), widen_e4m3(b.z >> 16));
-    multiply<__half>(acc[1], hi.z, hi.w, widen_e4m3(b.w), widen_e4m3(b.w >> 16));
-  }
-  template <bool Quantised, int Steps>
-  static __device__ __forceinline__ void multiply_steps(float (&acc)[2][4], uint32_t w, uint32_t u, bool has_x) {
-#pragma unroll
-    for (int s = 0; s < Steps; ++s) {
-      if constexpr (Quantised) {
-        multiply_e4m3(acc, w + s * kStepBytes, u + s * kStepBytes * 2, has_x);
-      } else {
-        multiply_bf16(acc, w + s * kStepBytes, u + s * kStepBytes, has_x);
-      }
+  template <bool Quantised>
+  static __device__ __forceinline__ void multiply_step(float (&first)[4], float (&second)[4], uint32_t w, uint32_t u) {
+    const uint4 v = load_shared_16(w);
+    if constexpr (Quantised) {
+      const uint2 lo = load_shared_8(u), hi = load_shared_8(u + 16);
+      multiply<__half>(first, widen_e4m3(v.x), widen_e4m3(v.x >> 16), widen_e4m3(v.y), widen_e4m3(v.y >> 16), lo);
+      multiply<__half>(second, widen_e4m3(v.z), widen_e4m3(v.z >> 16), widen_e4m3(v.w), widen_e4m3(v.w >> 16), hi);
+    } else {
+      multiply<__nv_bfloat16>(first, v.x, v.y, v.z, v.w, load_shared_8(u));
     }
   }
 
   // This warp's part of one unit.
   template <bool Quantised>
-  __device__ __forceinline__ void sum_unit(float (&acc)[2][4], const Cut& cut, uint32_t u) {
-    constexpr int kTimes = Quantised ? 2 : 1;  // bytes of x for a byte of the weight
-    const int share = cut.chunk / kWarps, mine = warp * share;
-    const uint32_t w = ring + group * pitch_of(cut.chunk) + mine + quad * 16;
-    const bool has_x = group < a.p.rows;
+  __device__ __forceinline__ void sum_unit(float (&acc)[2][4], const Cut& cut, const Lines& lines, uint32_t u) {
+    constexpr int kTimes = Quantised ? 2 : 1, kStepX = kStepBytes * kTimes;  // bytes of x for a byte of the weight
+    const int share = cut.chunk / kWarps, mine = warp * share, first = mine / kStepBytes;
     for (int offset = 0; offset < cut.row_bytes; offset += cut.chunk) {
       barrier_wait(barriers.full(stage.at), stage.parity);
       const int steps = min(share, cut.row_bytes - offset - mine) / kStepBytes;  // rows are multiples of 64 bytes
-      const uint32_t from = w + stage.at * kStage, at = u + offset * kTimes;
-      if (steps == 4) {
-        multiply_steps<Quantised, 4>(acc, from, at, has_x);
+      const uint32_t from = ring + stage.at * kStage + first / 2 * 1024, at = u + offset * kTimes;
+      if (steps == 4) {  // then `first` is even
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+          multiply_step<Quantised>(acc[s % 2], acc[1 - s % 2], from + s / 2 * 1024 + (s % 2 == 0 ? lines.even : lines.odd),
+                                   at + s * kStepX);
+        }
       } else {
-        for (int s = 0; s < steps; ++s) multiply_steps<Quantised, 1>(acc, from + s * kStepBytes, at + s * kStepBytes * kTimes, has_x);
+        for (int s = 0; s < steps; ++s) {
+          const int step = first % 2 + s;
+          multiply_step<Quantised>(acc[0], acc[1], from + step / 2 * 1024 + (step % 2 == 0 ? lines.even : lines.odd), at + s * kStepX);
+        }
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(barriers.empty(stage.at));
       stage.next(a.stages);
+    }
+  }
+
+  // Rows 0 to 7 of a tile are of the first half of k and count for columns 0 to 3, the rest for the rest.
+  __device__ __forceinline__ void store_sums(const float (&acc)[2][4], int row) const {
+    float sum[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sum[i] = quad < 2 ? acc[0][i] + acc[1][i] : acc[0][i + 2] + acc[1][i + 2];
+      sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
+      const int m = 2 * quad + i;
+      if (m < a.p.rows) store_shared_float(area_at() + ((warp * a.p.rows + m) * kUnit + row) * 4, sum[i]);
     }
   }
 
@@ -347,15 +408,18 @@ struct Consumer : Product {
     constexpr int kTimes = Quantised ? 2 : 1;
     const Cut cut = a.cut[product];
     const int first = first_unit(turn);
+    const Lines lines = lines_of(cut.line);
+    tell_waiting(1);
     if (first < cut.units) take_x<Quantised>(t, cut);
-    const uint32_t u = x + group * pitch_of(cut.row_bytes * kTimes) + warp * (cut.chunk / kWarps) * kTimes + quad * 16 * kTimes;
+    tell_waiting(0);
+    const int row = min(group % 4, a.p.rows - 1);  // what the columns of rows that are not there give is not used
+    const uint32_t u =
+        x + row * pitch_of(cut.row_bytes * kTimes) + warp * (cut.chunk / kWarps) * kTimes + quad * 16 * kTimes + group / 4 * 8;
     for (int unit = first; unit < cut.units; unit += gridDim.x) {
       float acc[2][4] = {};
-      sum_unit<Quantised>(acc, cut, u);
+      sum_unit<Quantised>(acc, cut, lines, u);
       barrier_wait(barriers.added(area.at), area.parity ^ 1);
-      if (group < a.p.rows) {
-        store_shared_pair(area_at() + ((warp * a.p.rows + group) * kUnit + 2 * quad) * 4, acc[0][0] + acc[1][0], acc[0][1] + acc[1][1]);
-      }
+      store_sums(acc, lines.row);
       __syncwarp();
       if (lane == 0) barrier_arrive(barriers.summed(area.at));
       area.next(kAreas);

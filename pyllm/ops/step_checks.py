@@ -17,7 +17,7 @@ HEAD_DIMS, MAX_GROUP, MAX_WIDTH, UNIT = (64, 128), 8, 8192, 64
 MAX_LAYERS, MAX_FFN = 128, 32768
 _OP, _BF16, _E4M3, _I32, _F32 = "decode_step", torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.float32
 _HEADER, _TASKS = 1024, 256  # bytes of counters; pieces of attention of a step
-_RINGS, _SHARED = 86784, 232448  # bytes of shared memory: counters, 128 layers' pointers, four stages of weights; all that a CTA can have
+_RINGS, _SHARED = 84752, 232448  # bytes of shared memory: counters, 128 layers' pointers, four stages of weights; all that a CTA can have
 
 
 def _up(x: int, to: int = 256) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,6 +46,15 @@ def test_edges_of_the_pieces_of_the_keys(keys: int) -> None:
 def test_cuts_of_k(formats: str, ffn: int) -> None:
     """A stage holds 2 KiB of a row, of which each warp has an eighth, in steps of 64 bytes: F below, at and above the edges."""
     check(formats, made("llama", formats, [65], intermediate_size=ffn, hidden_size=576, num_attention_heads=9, num_key_value_heads=3))
+
+
+def test_a_weight_between_two_lines_is_an_error() -> None:
+    given = made("llama", "bf16", [3])
+    model = given["model"]
+    weight = model.o[1]
+    shifted = torch.empty(weight.numel() + 32, dtype=weight.dtype, device="cuda")[32:].view(weight.shape)
+    with pytest.raises(RuntimeError, match="^decode_step: o starts at an address that is not a multiple of 128 bytes"):
+        ops.decode_step(**given | {"model": replace(model, o=[model.o[0], shifted, *model.o[2:]])})
 
 
 def test_the_most_layers() -> None:
