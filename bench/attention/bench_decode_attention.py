@@ -46,11 +46,12 @@ class Layout:
     spread: str = ""
 
     def lengths(self) -> list[int]:
-        """spread "128-32k": log-uniform; "1k-2k": uniform, as requests in flight are."""
+        """spread "128-32k": log-uniform; "1k-2k", "128-256": uniform, as requests in flight are."""
         if not self.spread:
             return [self.context] * self.B
         at = torch.rand(self.B, generator=torch.Generator().manual_seed(0))
-        return (128 * 256**at if self.spread == "128-32k" else 1024 + 1024 * at).int().tolist()
+        least = 128 if self.spread == "128-256" else 1024
+        return (128 * 256**at if self.spread == "128-32k" else least + least * at).int().tolist()
 
     def make(self, n: int) -> list[Set]:
         lengths = self.lengths()
@@ -143,6 +144,7 @@ def cases(shapes: Shapes) -> list[Case]:
     if shapes.name == "default":
         found += [Layout(64, 0, *heads, fp8, "128-32k").case() for fp8 in (False, True)]
         found += [Layout(B, 0, *heads, fp8, "1k-2k").case() for B, fp8 in ((256, False), (256, True), (512, True))]
+        found += [Layout(1024, 0, *heads, fp8, "128-256").case() for fp8 in (False, True)]
         found += [Layout(128, 4096, 9, 3, 64, False).case(), Layout(32, 4096, 16, 8, 256, False).case()]
         found += [Layout(256, 1024, 32, 8, 64, False).case()]
     return found

@@ -1,10 +1,11 @@
 // decode_attention: o = softmax(cap tanh(scale q k^T / cap) + mask) v for a few query rows per sequence over a paged cache, in one launch.
 //
 // Layout: q [T, H, D], caches [pages, P, K, D] with pages of any stride, o [T, H, D]; tiles, stream and joins: decode_work.cuh,
-// decode_load.cuh, decode_rows.cuh, decode_merge.cuh; docs/attention.md has the data flow and the reasons.
+// decode_load.cuh, decode_rows.cuh, decode_merge.cuh; for many segments decode_stream.cuh; docs/attention.md has the data flow and the
+// reasons.
 // Measured (H200, 32/8 heads, D = 128, pages of 64, us in a graph):
-//   bf16 cache B=1, 1k / 4k / 16k keys: 6.3 / 9.6 / 22.1; B=8, 1k: 12.6; B=256, 1k: 250
-//   e4m3 cache B=1: 6.5 / 8.6 / 15.3; B=8, 1k: 9.4; B=256, 1k: 140; B=512, 1k to 2k: 394
+//   bf16 cache B=1, 1k / 4k / 16k keys: 6.3 / 9.6 / 22.1; B=8, 1k: 12.6
+//   e4m3 cache B=1: 6.5 / 8.6 / 15.3; B=8, 1k: 9.4
 // Limits: sm_90; D 64, 96, 128, 192, 256; P a power of two >= 16; 64 rows a sequence; rows beyond 16 per KV head (8 above D = 128)
 // take another pass over the keys, through L2.
 #pragma once
@@ -95,10 +96,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas) decode_attention_kernel
     }
     int pieces = 0;
     if (at.step == at.s.first && steps < at.s.steps) {
-      const int end = before + ((p.lanes > 1 ? 0 : at.head) * chunks_of(p, at.s) + at.chunk + 1) * at.s.cost();
+      const int end = before + ((p.lanes > 1 ? 0 : at.head) * chunks_of(p, at.s) + at.chunk + 1) * at.s.cost(p);
       while (run.shares.begin(worker + 1 + pieces) < end) ++pieces;
     }
-    const bool more = at.more();
+    const bool more = at.more(p);
     Cursor following = at;
     const auto ask_ahead = [&] {
       following.next_segment(p);

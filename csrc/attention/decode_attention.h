@@ -54,6 +54,7 @@ struct DecodeAttentionParams {
   int cluster_shift;        // log2 of the CTAs of a cluster
   int cut_shift;            // log2 of those of a worker where segments are cut, at most cluster_shift
   int step_shift;           // log2 of the keys of a step
+  int segment_cost;         // what the end of a segment costs, in steps
   uint32_t share;           // ceil(2^32 / workers), 0 for one
   int whole_below;          // numbers of the work map up to which whole_workers, a cluster each, take whole segments; -1: none
   int whole_workers;        // clusters, at most those of the grid
@@ -64,6 +65,7 @@ struct DecodeAttentionParams {
   int row_tiles;            // 8-row tiles of query rows that a CTA holds: 1 or 2
   int chunk_shift;          // log2 of 8 row_tiles: pieces into which the rows of a KV head are cut
   int ctas;                 // to an SM: 1 or 2
+  bool stream;              // each warp is a worker
 };
 
 // Fills stamp, workspace_bytes and workers ... chunks from the rest, which names no device data, so a captured graph stays right. Call it

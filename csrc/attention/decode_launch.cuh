@@ -1,6 +1,7 @@
 // The launch of the decode kernels of one type of cache.
 #pragma once
 #include "attention/decode_attention.cuh"
+#include "attention/decode_stream.cuh"
 #include "common/dispatch.h"
 
 namespace pyllm::attention {
@@ -16,6 +17,24 @@ void launch_decode(const DecodeAttentionParams& p, cudaStream_t stream) {
   launch("decode_attention", shape, stream, kernel, p);
 }
 
+// A cache for TMA: boxes of `rows` keys of one head in a page. Page numbers are the caller's, so their count is no limit here.
+template <class S>
+CUtensorMap map_of(const DecodeAttentionParams& p, const void* cache, int64_t page_stride, int rows) {
+  const int64_t page = int64_t{1} << p.page_shift;
+  return make_tensor_map<4>("decode_attention", cache, S::kWide ? DType::kE4M3 : p.dtype, {S::kDim, p.kv_heads, page, int64_t{1} << 31},
+                            {S::kDim, int64_t{p.kv_heads} * S::kDim, page_stride},
+                            {S::kDim / S::kParts, 1, static_cast<int>(std::min<int64_t>(page, rows)), 1},
+                            S::kBoxBytes == 64 ? Swizzle::k64 : Swizzle::k128);
+}
+
+template <class S>
+void launch_stream(const DecodeAttentionParams& p, cudaStream_t stream) {
+  const auto maps = [&](const void* cache, int64_t stride, int rows) { return map_of<S>(p, cache, stride, rows); };
+  const StreamMaps all{{maps(p.k_cache, p.k_page_stride, S::kStepKeys), maps(p.v_cache, p.v_page_stride, S::kStepKeys),
+                        maps(p.k_cache, p.k_page_stride, S::kTailKeys), maps(p.v_cache, p.v_page_stride, S::kTailKeys)}};
+  launch("decode_attention", {static_cast<unsigned>(p.clusters), S::kThreads, S::kSmem}, stream, decode_stream_kernel<S>, p, all);
+}
+
 template <class Cache>
 void launch_decode_dims(const DecodeAttentionParams& p, cudaStream_t stream) {
   dispatch<64, 96, 128, 192, 256>("decode_attention: D", p.dim, [&](auto dim) {
@@ -26,7 +45,10 @@ void launch_decode_dims(const DecodeAttentionParams& p, cudaStream_t stream) {
       dispatch<1, 2>("decode_attention: row tiles", p.row_tiles, [&](auto tiles) {
         constexpr int kTiles = decltype(tiles)::value;
         constexpr int kCtas = decode_ctas(kDim, kTiles);
-        if (kCtas > 1 && p.ctas == kCtas) return launch_decode<DecodeShape<Cache, kDim, kTiles, kCtas>>(p, stream);
+        if constexpr (kCtas > 1) {
+          if (p.stream) return launch_stream<StreamShape<Cache, kDim>>(p, stream);
+          if (p.ctas == kCtas) return launch_decode<DecodeShape<Cache, kDim, kTiles, kCtas>>(p, stream);
+        }
         launch_decode<DecodeShape<Cache, kDim, kTiles>>(p, stream);
       });
     }

@@ -29,7 +29,7 @@ struct Loader {
       next = at.step + (steps * rank >> shift) + warp;
       last = at.step + (steps * (rank + 1) >> shift);
       if (next < last) break;
-      if (!at.more()) return;
+      if (!at.more(p)) return;
       at.next_segment(p);
     }
     fetch_pages(p, lane);
@@ -72,7 +72,7 @@ struct Loader {
     next += S::kWarps;
     if (next < last) {
       if (++turn == 32 / S::kTiles) fetch_pages(p, lane);
-    } else if (at.more()) {
+    } else if (at.more(p)) {
       at.next_segment(p);
       seek(p, warp, lane);
     }

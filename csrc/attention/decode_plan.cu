@@ -70,12 +70,25 @@ int whole_numbers(const DecodeAttentionParams& p, const Gpu& gpu, int busy) {
   return static_cast<int>(int64_t{cost} * busy * gpu.sms / (gpu.sms - busy));
 }
 
+// Each warp is a worker.
+void share_out_warps(DecodeAttentionParams& p, const Gpu& gpu) {
+  p.stream = p.even = true;
+  p.segment_cost = 2;
+  const int slots = gpu.sms * attention::kStreamWarps, groups = slots / p.kv_heads;
+  // Heads side by side, where that leaves no more than 1 in 64 warps without work.
+  if (p.kv_heads > 1 && (slots - groups * p.kv_heads) * 64 <= slots) p.lanes = p.kv_heads;
+  p.workers = slots / p.lanes;
+  p.clusters = (p.workers * p.lanes + attention::kStreamWarps - 1) / attention::kStreamWarps;
+}
+
 // One CTA to a worker. A few less workers than fit, when equal segments then stay whole: 128 segments of an FP8 cache of 1k keys take 13.5
 // us on as many SMs and 17.1 us on 132, 192 of them 19.6 us on as many CTAs of which two fit on an SM, 21.6 us on 132 that fill one. A
 // 16-bit cache needs more of the CTAs at work.
 void share_out_ctas(DecodeAttentionParams& p, const Gpu& gpu, int units) {
   const int fit = attention::decode_ctas(p.dim, p.row_tiles), least = p.cache == DecodeCache::kLikeQ ? 90 : 70;  // percent
   if (units * 100 >= gpu.sms * fit * least) p.ctas = fit;
+  const bool mapped = p.k_page_stride > 0 && p.v_page_stride > 0;  // TMA knows no stride of 0
+  if (p.ctas > 1 && mapped && units >= gpu.sms * (attention::kStreamWarps - 1)) return share_out_warps(p, gpu);
   const int slots = gpu.sms * p.ctas;
   const bool whole = units <= slots && units * 100 >= slots * (p.ctas == 1 ? 85 : least);
   p.clusters = p.workers = whole ? units : slots;
@@ -125,6 +138,8 @@ void plan_decode_attention(DecodeAttentionParams& p) {
   p.lanes = 1;
   p.even = false;
   p.ctas = 1;
+  p.stream = false;
+  p.segment_cost = 8;
   p.cluster_shift = attention::kMaxClusterShift;
   if (p.invariant) {
     p.cut_shift = p.cluster_shift;

@@ -70,6 +70,16 @@ struct Rows {
     value_scale = p.v_scale != nullptr ? p.v_scale[at.head * p.v_scale_step] : 1.f;
   }
 
+  // What another one has asked for.
+  __device__ __forceinline__ void take(const Rows& asked) {
+    key_scale = asked.key_scale;
+#pragma unroll
+    for (int n = 0; n < S::kRowTiles; ++n) {
+#pragma unroll
+      for (int d = 0; d < S::kBlocks; ++d) q[n][d][0] = asked.q[n][d][0], q[n][d][1] = asked.q[n][d][1];
+    }
+  }
+
   // Once the keys are under way: what ask() has asked for is not touched before.
   __device__ __forceinline__ void convert(const DecodeAttentionParams& p) {
     constexpr float kLog2E = 1.4426950408889634f;

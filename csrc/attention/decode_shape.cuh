@@ -18,6 +18,7 @@ constexpr int kNarrow = 128;           // up to this D a CTA has 8 warps, and ca
 constexpr int decode_warps(int dim) { return dim > kNarrow ? 4 : 8; }  // of an SM
 // CTAs to an SM where there are more segments than SMs: while one joins its warps the other one reads.
 constexpr int decode_ctas(int dim, int row_tiles) { return row_tiles == 1 && (dim == 64 || dim == 128) ? 2 : 1; }
+constexpr int kStreamWarps = 8;  // to an SM, where each warp is a worker (decode_stream.cuh)
 
 // Stored: of the caches. What is one byte wide is computed in fp16, whatever q is: such kernels learn q's dtype at run time.
 // Ctas: of an SM, between which warps and ring are shared out.
@@ -31,6 +32,7 @@ struct DecodeShape {
   static constexpr int kChunks = kRowBytes / 16;                           // of 16 bytes
   // Chunks from row to row: rows whose chunk count is no power of two are padded to an odd one instead of swizzled.
   static constexpr int kPitch = (kChunks & (kChunks - 1)) == 0 ? kChunks : kChunks | 1;
+  static constexpr bool kSplit = false;         // whether halves of 128 bytes of all rows of a step lie one behind the other
   static constexpr int kTiles = kWide ? 2 : 1;  // of 16 keys in a step: bytes cost twice the instructions, two tiles share some
   static constexpr int kStepKeys = kTiles * kTileKeys;
   static constexpr int kHalf = kStepKeys * kPitch * 16;  // bytes of the keys of a step, or of its values: a slot of the ring
@@ -58,6 +60,7 @@ __device__ __forceinline__ bool is_bf16(const DecodeAttentionParams& p) {
 // Where chunk `chunk` of row `row` lies: 8 rows of one chunk, as ldmatrix reads them, fall into different banks.
 template <class S>
 __device__ __forceinline__ int place_of(int row, int chunk) {
+  if constexpr (S::kSplit) return ((chunk / 8 * S::kStepKeys + row) * 8 + (chunk % 8 ^ (row & 7))) * 16;
   if constexpr (S::kPitch != S::kChunks) return (row * S::kPitch + chunk) * 16;
   return (row * S::kChunks + (S::kChunks >= 8 ? chunk ^ (row & 7) : chunk ^ ((row / 2) & 3))) * 16;
 }
@@ -70,9 +73,9 @@ __device__ __forceinline__ uint32_t pack_pair(float lo, float hi, __nv_bfloat16)
 }
 // Two bf16 to two fp16, clamped.
 __device__ __forceinline__ uint32_t to_half_pair(uint32_t two) {
-  constexpr float kMax = 65504.f;
-  const float lo = __uint_as_float(two << 16), hi = __uint_as_float(two & 0xffff0000u);
-  return pack_pair(fminf(fmaxf(lo, -kMax), kMax), fminf(fmaxf(hi, -kMax), kMax), __half{});
+  uint32_t halves;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(__uint_as_float(two & 0xffff0000u)), "f"(__uint_as_float(two << 16)));
+  return halves;
 }
 
 // Bytes I and J of four as two fp16, exactly. For s8: u = x + 128 in the mantissa of 1024 + u, minus 1152.

@@ -1,5 +1,5 @@
 // How decode shares out its keys. The keys of a sequence are cut into steps of 16 or 32; the steps of one (sequence, KV head, chunk of
-// query rows) are a segment, and begin with kSegmentCost empty ones: what the end of a segment costs besides. All steps of a call, in this
+// query rows) are a segment, and begin with segment_cost empty ones: what the end of a segment costs besides. All steps of a call, in this
 // order, are numbered, and each worker, CTAs of one cluster, takes a run of them, all of one length to within two: equal work for any
 // lengths, known to each CTA from kv_lens and q_starts alone, without a plan that a replayed graph could find stale. Workers own whole
 // segments, or parts of them: at most one whose beginning they lack, and one whose end they lack. The CTAs of a worker take equal parts of
@@ -12,8 +12,7 @@
 
 namespace pyllm::attention {
 
-constexpr int kTileKeys = 16;    // the rows of one mma
-constexpr int kSegmentCost = 8;  // in steps
+constexpr int kTileKeys = 16;  // the rows of one mma
 constexpr int kRowTile = 8;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
@@ -23,18 +22,22 @@ struct Sequence {
   int first, steps;
 
   // Numbers of a segment.
-  __device__ __forceinline__ int cost() const { return steps > 0 ? kSegmentCost + steps : 0; }
+  __device__ __forceinline__ int cost(const DecodeAttentionParams& p) const { return steps > 0 ? p.segment_cost + steps : 0; }
 };
 
-__device__ __forceinline__ Sequence sequence_at(const DecodeAttentionParams& p, int b) {
+__device__ __forceinline__ Sequence sequence_of(const DecodeAttentionParams& p, int q_start, int q_end, int length) {
   Sequence s;
-  s.q_start = p.q_starts[b];
-  s.rows = p.q_starts[b + 1] - s.q_start;
-  s.length = p.kv_lens[b];
+  s.q_start = q_start;
+  s.rows = q_end - q_start;
+  s.length = length;
   s.low = p.window > 0 ? max(0, s.length - s.rows - p.window + 1) : 0;
   s.first = s.low >> p.step_shift;
   s.steps = s.rows > 0 && s.rows <= p.max_q ? ((s.length - 1) >> p.step_shift) + 1 - s.first : 0;
   return s;
+}
+
+__device__ __forceinline__ Sequence sequence_at(const DecodeAttentionParams& p, int b) {
+  return sequence_of(p, p.q_starts[b], p.q_starts[b + 1], p.kv_lens[b]);
 }
 
 // Chunks of query rows of a sequence: its own, not the most of a launch, or a decode in a step of longer ones would read its keys twice.
@@ -52,7 +55,7 @@ __device__ __forceinline__ bool is_empty(const DecodeAttentionParams& p, const S
 }
 
 // Of all segments of a sequence.
-__device__ __forceinline__ int numbers_of(const DecodeAttentionParams& p, const Sequence& s) { return s.cost() * segments_of(p, s); }
+__device__ __forceinline__ int numbers_of(const DecodeAttentionParams& p, const Sequence& s) { return s.cost(p) * segments_of(p, s); }
 
 // x / d for a quotient below 2^20.
 __device__ __forceinline__ int divide(int x, int d) {
@@ -65,11 +68,12 @@ __device__ __forceinline__ int divide(int x, int d) {
 // sequences more than anything else it computes, so the host gives reciprocals.
 struct Shares {
   int workers, total;
+  int unit;   // this CTA, or, where each warp is a worker, this warp, in the grid
   int shift;  // log2 of the CTAs of a worker
   uint32_t share;
   bool few;
-  __device__ __forceinline__ Shares(const DecodeAttentionParams& p, int total, int segments)
-      : workers(p.workers), total(total), shift(p.cut_shift), share(p.share) {
+  __device__ __forceinline__ Shares(const DecodeAttentionParams& p, int unit, int total, int segments)
+      : workers(p.workers), total(total), unit(unit), shift(p.cut_shift), share(p.share) {
     if (total <= p.whole_below) {
       workers = p.whole_workers, shift = p.cluster_shift, share = p.whole_share;
     } else if (p.even && segments > 0) {
@@ -84,17 +88,15 @@ struct Shares {
     workers = most;
     share = 0xffffffffu / static_cast<uint32_t>(most) + 1;
   }
-  // With lanes: the CTAs with smaller numbers, of all workers, and the KV head of this one.
-  __device__ __forceinline__ int lanes_ahead(const DecodeAttentionParams& p) const {
-    return workers * p.lanes - 1 - static_cast<int>(blockIdx.x);
-  }
-  __device__ __forceinline__ int lane(const DecodeAttentionParams& p, int worker) const { return lanes_ahead(p) - worker * p.lanes; }
-  // The worker of this CTA; beyond 0 ... workers - 1: of none. The last comes first, since workers wait for larger numbers. Whole segments
+  // With lanes: the units with smaller numbers, of all workers, and the KV head of this one.
+  __device__ __forceinline__ int lanes_ahead(const DecodeAttentionParams& p, int unit) const { return workers * p.lanes - 1 - unit; }
+  __device__ __forceinline__ int lane(const DecodeAttentionParams& p, int worker) const { return lanes_ahead(p, unit) - worker * p.lanes; }
+  // The worker of a unit; beyond 0 ... workers - 1: of none. The last comes first, since workers wait for larger numbers. Whole segments
   // go to every second cluster before they go to the others: neighbours share a GPC, which cannot pass on what all of its SMs ask for (one
   // sequence of 16k keys: 29.5 us with neighbours, 23.1 us).
-  __device__ __forceinline__ int number(const DecodeAttentionParams& p) const {
-    if (p.lanes > 1) return divide(lanes_ahead(p), p.lanes);
-    const int cluster = static_cast<int>(blockIdx.x >> shift);
+  __device__ __forceinline__ int number(const DecodeAttentionParams& p, int unit) const {
+    if (p.lanes > 1) return divide(lanes_ahead(p, unit), p.lanes);
+    const int cluster = unit >> shift;
     if (total > p.whole_below) return workers - 1 - cluster;
     return workers - 1 - ((cluster >> 1) + ((cluster & 1) == 0 ? 0 : (p.clusters + 1) >> 1));
   }
@@ -115,25 +117,31 @@ struct Cursor {
   // One past the worker's last step in this segment.
   __device__ __forceinline__ int end() const { return min(s.first + s.steps, step + left); }
   // Whether there are steps in another segment.
-  __device__ __forceinline__ bool more() const { return left - (end() - step) > kSegmentCost; }
-  __device__ __forceinline__ void next_segment(const DecodeAttentionParams& p) {
-    left -= end() - step + kSegmentCost;
+  __device__ __forceinline__ bool more(const DecodeAttentionParams& p) const { return left - (end() - step) > p.segment_cost; }
+  // read(b) is sequence b.
+  template <class Read>
+  __device__ __forceinline__ void next_segment(const DecodeAttentionParams& p, const Read& read) {
+    left -= end() - step + p.segment_cost;
     if (++chunk == chunks_of(p, s)) {
       chunk = 0;
       if (p.lanes > 1 || ++head == p.kv_heads) {
         if (p.lanes == 1) head = 0;
-        do s = sequence_at(p, ++b);
+        do s = read(++b);
         while (s.steps == 0);
       }
     }
     step = s.first;
   }
+  __device__ __forceinline__ void next_segment(const DecodeAttentionParams& p) {
+    next_segment(p, [&p](int b) { return sequence_at(p, b); });
+  }
 };
 
-template <int Warps>
+// Workers: of a CTA at most, 1 or each warp.
+template <int Warps, int Workers = 1>
 struct LocateScratch {
-  int sums[Warps], segments[Warps];
-  int b[2], before[2];
+  int sums[Warps], segments[Warps], longest[Warps];
+  int b[Workers + 1], before[Workers + 1];  // of the workers' borders
 };
 
 struct Run {
@@ -155,8 +163,8 @@ __device__ __forceinline__ Run run_of(const DecodeAttentionParams& p, const Shar
   run.before = before[0];
   if (p.invariant) {
     const auto snap = [](int number, int before, int cost) { return before + divide(number - before + cost - 1, cost) * cost; };
-    border[0] = snap(border[0], run.before, run.at.s.cost());
-    if (border[1] < total) border[1] = snap(border[1], before[1], sequence_at(p, b[1]).cost());
+    border[0] = snap(border[0], run.before, run.at.s.cost(p));
+    if (border[1] < total) border[1] = snap(border[1], before[1], sequence_at(p, b[1]).cost(p));
     if (border[0] >= border[1]) return run;
     if (border[0] == run.before + numbers_of(p, run.at.s)) {
       do run.at.s = sequence_at(p, ++run.at.b);
@@ -164,13 +172,13 @@ __device__ __forceinline__ Run run_of(const DecodeAttentionParams& p, const Shar
       run.before = border[0];
     }
   }
-  const int cost = run.at.s.cost(), unit = divide(border[0] - run.before, cost), within = border[0] - run.before - unit * cost;
+  const int cost = run.at.s.cost(p), unit = divide(border[0] - run.before, cost), within = border[0] - run.before - unit * cost;
   const int chunks = chunks_of(p, run.at.s);
   run.at.head = chunks == 1 ? unit : divide(unit, chunks);
   run.at.chunk = unit - run.at.head * chunks;
   if (p.lanes > 1) run.at.head = shares.lane(p, worker);
-  run.at.step = run.at.s.first + max(within - kSegmentCost, 0);
-  run.at.left = max(border[1] - border[0] - max(kSegmentCost - within, 0), 0);
+  run.at.step = run.at.s.first + max(within - p.segment_cost, 0);
+  run.at.left = max(border[1] - border[0] - max(p.segment_cost - within, 0), 0);
   return run;
 }
 
@@ -183,17 +191,19 @@ __device__ __forceinline__ int sum_upto(int x, int lane) {
   return x;
 }
 
-// By all threads of the CTA: the run of its worker; left = 0 without one. Up to 32 sequences each warp finds it alone.
-template <int Warps>
-__device__ __forceinline__ Run locate(const DecodeAttentionParams& p, LocateScratch<Warps>& shared) {
+// By all threads of the CTA: the run of its worker, or of the warp's; left = 0 without one. Up to 32 sequences each warp finds that of
+// the CTA alone.
+template <int Warps, int Workers>
+__device__ __forceinline__ Run locate(const DecodeAttentionParams& p, LocateScratch<Warps, Workers>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int unit = Workers == 1 ? blockIdx.x : blockIdx.x * Workers + warp;
   int border[2], at[2], ahead[2];
-  if (p.batch <= 32) {
+  if (Workers == 1 && p.batch <= 32) {
     Sequence s{};
     if (lane < p.batch) s = sequence_at(p, lane);
     const int upto = sum_upto(numbers_of(p, s), lane), total = __shfl_sync(kAllLanes, upto, 31);
-    const Shares shares(p, total, p.even ? __reduce_add_sync(kAllLanes, segments_of(p, s)) : 0);
-    const int worker = shares.number(p);
+    const Shares shares(p, unit, total, p.even ? __reduce_add_sync(kAllLanes, segments_of(p, s)) : 0);
+    const int worker = shares.number(p, unit);
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       border[side] = shares.begin(worker + side);
@@ -214,42 +224,53 @@ __device__ __forceinline__ Run locate(const DecodeAttentionParams& p, LocateScra
   }
   const int each = (p.batch + Warps * 32 - 1) / (Warps * 32);
   const int first = min(static_cast<int>(threadIdx.x) * each, p.batch), last = min(first + each, p.batch);
-  int own = 0, segments = 0;
+  int own = 0, segments = 0, longest = 0;
   bool empty = !p.leave_padding && threadIdx.x == 0 && p.q_starts[p.batch] < p.tokens;
+#pragma unroll 4
   for (int b = first; b < last; ++b) {
     const Sequence s = sequence_at(p, b);
     own += numbers_of(p, s);
     segments += segments_of(p, s);
+    longest = max(longest, s.cost(p));
     empty |= is_empty(p, s);
   }
   segments = __reduce_add_sync(kAllLanes, segments);
   int upto = sum_upto(own, lane);
-  if (lane == 31) shared.sums[warp] = upto, shared.segments[warp] = segments;
+  longest = __reduce_max_sync(kAllLanes, longest);
+  if (lane == 31) shared.sums[warp] = upto, shared.segments[warp] = segments, shared.longest[warp] = longest;
   empty = __syncthreads_or(empty);
   int total = 0;
-  segments = 0;
+  segments = longest = 0;
 #pragma unroll
   for (int w = 0; w < Warps; ++w) {
     if (w == warp) upto += total;
     total += shared.sums[w];
     segments += shared.segments[w];
+    longest = max(longest, shared.longest[w]);
   }
-  const Shares shares(p, total, segments);
-  const int worker = shares.number(p);
-#pragma unroll
-  for (int side = 0; side < 2; ++side) {
-    border[side] = shares.begin(worker + side);
+  // Warps: unequal segments are cut anyhow.
+  if (Workers > 1 && static_cast<int64_t>(total) * 16 < static_cast<int64_t>(longest) * segments * 15) segments = 0;
+  const Shares shares(p, unit, total, segments);
+  const int worker = shares.number(p, unit), least = Workers == 1 ? worker : shares.number(p, blockIdx.x * Workers + Workers - 1);
+  const int count = Workers == 1 ? 1 : shares.number(p, blockIdx.x * Workers) - least + 1;
+#pragma unroll 1
+  for (int i = 0; i <= count; ++i) {
+    const int number = shares.begin(least + i);
     int before = upto - own;
-    if (border[side] >= before && border[side] < upto) {
+    if (number >= before && number < upto) {
       int b = first;
-      for (int size; border[side] >= before + (size = numbers_of(p, sequence_at(p, b))); ++b) before += size;
-      shared.b[side] = b;
-      shared.before[side] = before;
+      for (int size; number >= before + (size = numbers_of(p, sequence_at(p, b))); ++b) before += size;
+      shared.b[i] = b;
+      shared.before[i] = before;
     }
   }
   __syncthreads();
 #pragma unroll
-  for (int side = 0; side < 2; ++side) at[side] = border[side] < total ? shared.b[side] : 0, ahead[side] = shared.before[side];
+  for (int side = 0; side < 2; ++side) {
+    border[side] = shares.begin(worker + side);
+    at[side] = border[side] < total ? shared.b[worker - least + side] : 0;
+    ahead[side] = shared.before[worker - least + side];
+  }
   Run run = run_of(p, shares, worker, total, border, at, ahead, sequence_at(p, at[0]));
   run.empty_rows = empty;
   return run;
