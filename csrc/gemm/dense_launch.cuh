@@ -110,7 +110,7 @@ struct FewTileList {
 };
 template <class T, class Out>
 using FewRowsTiles = FewTileList<FewTile<T, Out, 64, 1>, FewTile<T, Out, 64, 2>, FewTile<T, Out, 64, 4>, FewTile<T, Out, 96, 2>,
-                                 FewTile<T, Out, 112, 1>, FewTile<T, Out, 128, 1>, FewTile<T, Out, 128, 2>, FewTile<T, Out, 224, 1>>;
+                                 FewTile<T, Out, 128, 1>, FewTile<T, Out, 128, 2>, FewTile<T, Out, 224, 1>>;
 
 // Tiles of operands T and results Out without an activation, gate, soft cap or residual.
 template <class T, class Out>

@@ -111,10 +111,14 @@ def test_edges(shape, kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize(
-    "shape", [(17, 2048, 2048), (32, 528, 2064), (33, 2048, 8192), (64, 1040, 4096), (63, 4096, 4096), (64, 6144, 4096), (20, 7168, 1024)]
+    "shape",
+    [
+        *((17, 2048, 2048), (32, 528, 2064), (33, 2048, 8192), (64, 1040, 4096), (63, 4096, 4096), (64, 6144, 4096), (20, 7168, 1024)),
+        *((24, 3072, 2048), (40, 8192, 1024), (57, 28688, 144)),
+    ],
 )
 def test_few_rows(shape, out_dtype):
-    """Tiles of 64 rows: one CTA for all of K, and K cut over clusters of two and four."""
+    """Tiles of 64 rows: one CTA for all of K, and K cut over clusters of two and four; more tiles than SMs."""
     check(shape, "row", "cuda", bias=out_dtype == BF16, out_dtype=out_dtype, seed=shape[0])
 
 
