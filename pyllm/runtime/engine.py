@@ -250,8 +250,8 @@ class Engine:
 
     def _fail_sample(self, request: Request, token: int) -> None:
         if request.error is None:  # else its logits_processor has failed
-            whose = ", once its penalties, biases, bad tokens and logits_processor are applied," if request.params.shaped else ""
-            request.error = f"the model's logits at position {request.length - 1}{whose} hold no finite number or a NaN (sampled {token})"
+            own = ", once the request's own changes are applied," * request.params.shaped
+            request.error = f"the model's logits at position {request.length - 1}{own} hold no finite number or a NaN (sampled {token})"
             self._scheduler.forget()  # pages of this request may hold what made them so
         self._finish(request, "error")
 

@@ -161,8 +161,7 @@ class Scheduler:
 
         False: there are too few. None: the next page of its prefix is coming.
         """
-        target = request.length
-        need = self.pages_needed(request)
+        target, need = request.length, self.pages_needed(request)
         need = need if self.reserve else min(need, target // self.page_size + 1)
         found, full, cell = self.pool.allocate(0), 0, self.grid or self.page_size
         if self.reuse and request.params.prompt_logprobs is None:

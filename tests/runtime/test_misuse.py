@@ -113,7 +113,7 @@ def test_parameters_that_are_none(params) -> None:
 def test_logits_that_a_request_has_spoiled_are_not_laid_to_the_model(params) -> None:
     with speaking("ok") as llm:
         out = llm.generate("1234", SamplingParams(**params)).outputs[0]
-        assert (out.finish_reason, "once its penalties, biases, bad tokens and logits_processor are applied, hold no" in out.error) == (
+        assert (out.finish_reason, "once the request's own changes are applied, hold no" in out.error) == (
             "error",
             True,
         )
