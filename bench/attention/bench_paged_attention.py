@@ -120,6 +120,7 @@ def cases(shapes: Shapes) -> list[Case]:
         return []
     if shapes.name != "default":
         return [Step(32, 1, 2048, 0, *heads).case()]
-    steps = [(32, 1, 2048, 0, 4096), (32, 1, 512, 0, 1024), (128, 1, 2048, 0, 1024), (128, 1, 512, 0, 4096), (64, 2, 512, 2048, 4096)]
+    steps = [(32, 1, 2048, 0, 4096), (32, 1, 512, 0, 1024), (64, 1, 256, 1024, 1024), (128, 1, 2048, 0, 1024), (128, 1, 512, 0, 4096),
+             (64, 2, 512, 2048, 4096)]  # fmt: skip
     found = [Step(*step[:4], *heads, fp8, step[4]).case() for fp8 in (False, True) for step in steps]
     return [*found, Step(0, 4, 2048, 6144, *heads).case()]
