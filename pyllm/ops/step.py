@@ -93,8 +93,8 @@ def decode_step(
 
     Raises:
         ValueError (RuntimeError on CUDA): sizes, dtypes or lists outside the above; D is 64 or 128, H / K at most 8, d and F multiples
-        of 64, d at most 8192, F at most 32768 (4 rows: 17,664), V a multiple of 8, N at most 128, K at most 64. The values of
-        index tensors are not checked on CUDA.
+        of 64, d at most 8192, F at most 32768 (4 rows: 17,856), V a multiple of 8, N at most 128, K at most 64. The values of
+        index tensors are not checked on CUDA. There the matrices start at multiples of 128 bytes.
     """
     check(model.act in ACTS, "decode_step", "act", f"is {model.act!r}, expected one of {', '.join(ACTS)}")
     m = model
