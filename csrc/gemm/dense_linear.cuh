@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
   __syncthreads();
   if (warp < 4) {
-    if constexpr (C::kMoveRegisters) registers_down<C::kProducerRegisters>();
+    registers_down<C::kProducerRegisters>();
     if (warp == 0) {
       if (elect_one()) produce<C>(maps, shape, smem, walk);
       __syncwarp();
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       cluster_wait();
     }
   } else {
-    if constexpr (C::kMoveRegisters) registers_up<C::kConsumerRegisters>();
+    registers_up<C::kConsumerRegisters>();
     pdl_wait();
     if constexpr (C::kSums == Sums::kBlock) {
       consume_blocks<C>(maps, shape, epilogue, blocks, smem, walk);

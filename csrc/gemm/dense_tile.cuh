@@ -66,7 +66,6 @@ struct Tile {
   static constexpr int kRing = kStages * (kBytesA + kBytesB);
   static constexpr int kSmem = kRing + kTail;
   // 65536 registers among three warpgroups would be 168 per thread: too few for the sums.
-  static constexpr bool kMoveRegisters = kConsumers == 2;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static_assert(kStages >= 3 && BM % (64 * kSharers) == 0 && BN % 16 == 0 && BN <= 256 && kSplit <= 8);
   static_assert((kSplit & (kSplit - 1)) == 0 && (BN / kSplit) % kChunk == 0, "each CTA of a split stores whole chunks");
