@@ -6,7 +6,7 @@
 The pool is too small for all requests, and they are admitted when their prompts fit (MAX_UTILIZATION), so some are preempted. Every round
 the clients stop and all must be as it was before: no page in use, each page accounted for, and the log-probabilities of fixed prompts
 within rounding. The device's and the process's memory are compared between the second round, when all is set up, and the last. It takes
-about 12 GB of the device, so other work may run beside it.
+about 5 GB of the device, so other work may run beside it.
 """
 
 from __future__ import annotations
