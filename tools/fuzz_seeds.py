@@ -70,11 +70,11 @@ def _gguf_seeds() -> list[bytes]:
 
 
 def _config_seeds() -> list[bytes]:
-    sizes = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=9)
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=9)
     rope = {"rope_theta": 1e4, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}}
     kinds: list[dict[str, Any]] = [
         {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, **rope},
-        {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "head_dim": 4},
+        {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "head_dim": 8},
         {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4},
         {"architectures": ["GptOssForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 1, "eos_token_id": [1, 2]},
     ]

@@ -107,7 +107,7 @@ def test_gaps_between_tensors_are_counted(tmp_path: Path) -> None:
 def test_nothing_of_a_file_reaches_the_terminal_raw(tmp_path: Path, flags: tuple[str, ...]) -> None:
     keys = dict(KEYS) | {"general.name": value(STRING, f"a{RED}\u202eb"), "x": array(STRING, [RED, "\u2028"]), "y": value(F32, 1.0)}
     keys["tokenizer.chat_template"] = value(STRING, "{{ raise_exception('" + RED + "') }}")
-    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
     config = {"architectures": ["LlamaForCausalLM"], f"x{RED}\u202e": RED, RED: 1, **sizes}
     other = tmp_path / "other"
     other.mkdir()

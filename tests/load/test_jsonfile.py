@@ -86,7 +86,7 @@ def test_numbers_too_large_for_a_float_are_infinite_and_no_field_takes_them(tmp_
 
     config = read_json_object(write(tmp_path / "config.json", b'{"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e999}'), 1000)
     assert config["rms_norm_eps"] == math.inf
-    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
     with pytest.raises(ValueError, match="rms_norm_eps is inf, expected a positive number"):
         spec_from_config(config | sizes)
 

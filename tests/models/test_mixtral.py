@@ -22,7 +22,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral-full-tied": ("Ministral", dict(layer_types=["full_attention"] * 4, tie_word_embeddings=True, head_dim=24)),
 }
 FILE: dict[str, Any] = dict(
-    architectures=["MixtralForCausalLM"], hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=16, vocab_size=50
+    architectures=["MixtralForCausalLM"], hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=16, vocab_size=50
 )  # fmt: skip
 
 
