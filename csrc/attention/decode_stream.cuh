@@ -17,7 +17,7 @@
 
 namespace pyllm::attention {
 
-template <class Stored, int Dim, int Slots = 3>
+template <class Stored, int Dim>
 struct StreamShape : DecodeShape<Stored, Dim, 1> {
   using Base = DecodeShape<Stored, Dim, 1>;
   static constexpr int kWarps = kStreamWarps, kThreads = kWarps * 32;
@@ -26,7 +26,7 @@ struct StreamShape : DecodeShape<Stored, Dim, 1> {
   static constexpr int kBoxBytes = Base::kRowBytes / kParts;  // of one key in a box
   static constexpr int kTailKeys = 8;                         // of the boxes of a step that is not read whole
   static constexpr int kTails = Base::kStepKeys / kTailKeys;
-  static constexpr int kSlots = Slots;
+  static constexpr int kSlots = kRingBytes / (kWarps * Base::kHalf);
   static constexpr int kSmem = kWarps * kSlots * Base::kHalf + 1024;  // boxes start at multiples of 1 KiB
   static_assert(Base::kRowTiles == 1 && Base::kHalf % 1024 == 0 && (!kSplit || Base::kTiles == 1) && kParts * kTails <= 32);
 };
