@@ -20,8 +20,8 @@ STREAM_ROWS, STREAM_COLUMNS, STREAM_X = 8, 1024, 2**16
 """`linear` and `norm_linear` give x of up to so many rows and elements to `skinny_linear`, against weights of at least so many rows: there
 bf16 was measured at 1.06x to 2.1x the speed of cuBLAS inside a CUDA graph with one row, 1.04x to 1.9x with four, 1.07x to 1.7x with
 eight."""
-MORE_ROWS, MORE_K, MORE_WEIGHT = 16, range(2048, 4097), 2**25
-"""The same for up to so many rows of such K against weights of up to so many elements: 1.01x to 1.2x with 16 rows."""
+MORE_ROWS, MORE_K, MORE_COLUMNS = 16, 1024, 2**15
+"""The same for up to so many rows of at least so many elements against weights of up to so many rows: 1.09x to 1.35x with 16 rows."""
 CHAIN_ROWS = 0
 """Rows up to which layers take norm, gate and residual into the product. None: a step of Llama 3.2 1B takes 873 us with them and 883
 without for one request, 1,008 and 990 for four; one of Llama 3.1 8B 4,289 and 4,297, 4,563 and 4,541 (1k keys; plain products
@@ -45,8 +45,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Shapes: x `[T, K]`, weight `[N, K]`, bias `[N]` -> y `[T, N]`. Dtypes: one of bf16, fp16, fp32 for all; accumulation in fp32, one
     rounding.
     Errors: sizes or dtypes that disagree, by name. CUDA: `skinny_linear` for few rows of bf16 or fp16 where it serves the operands (sm_90,
-    dense rows at multiples of 16 bytes): up to 8 rows and 2^16 elements of x, up to 16 rows with K from 2048 to 4096 for weights of up to
-    2^25 elements, N >= 1024 (`streams`); `dense_linear` for 17 to 64 rows, from 1024 rows and N = 2048 on and for 128 to 256 rows of
+    dense rows at multiples of 16 bytes): up to 8 rows and 2^16 elements of x, up to 16 rows with K from 1024 and N up to 2^15,
+    N >= 1024 (`streams`); `dense_linear` for 17 to 64 rows, from 1024 rows and N = 2048 on and for 128 to 256 rows of
     large weights (`dense_wins`); otherwise cuBLAS through torch. weight and bias are constants: a kernel may read them before the kernels
     ahead of it in the stream have finished.
     """
@@ -117,7 +117,7 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def streams(m: int, n: int, k: int) -> bool:
     """Whether the product of `[m, k]` and `[n, k]` goes to skinny_linear, dtypes and alignment permitting."""
     few = m <= STREAM_ROWS and m * k <= STREAM_X
-    more = m <= MORE_ROWS and k in MORE_K and n * k <= MORE_WEIGHT
+    more = m <= MORE_ROWS and k >= MORE_K and n <= MORE_COLUMNS
     return n >= STREAM_COLUMNS and (few or more)
 
 

@@ -96,6 +96,7 @@ SIZES = [
 LARGE = [
     *((1, 3072, 2048), (5, 6144, 4096), (16, 40000, 512), (64, 4096, 1024), (64, 20000, 256), (17, 1280, 8192)),
     *((8, 8200, 1040), (3, 1281, 8208), (4, 4096, 14336), (8, 2056, 4112), (2, 16400, 2032)),
+    *((16, 4096, 4096), (11, 1281, 8208), (9, 8200, 1040), (16, 4100, 14336), (13, 25000, 2064), (12, 33800, 528)),
 ]
 
 
@@ -115,7 +116,7 @@ def test_large(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("out", [BF16, FP16])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 16), (3, 100, 1040), (8, 8250, 1024), (9, 72, 272), (64, 130, 1040)])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 16), (3, 100, 1040), (8, 8250, 1024), (9, 72, 272), (16, 4098, 2064), (64, 130, 1040)])
 def test_fp8_with_scales(m: int, n: int, k: int, out: torch.dtype, device: str) -> None:
     x, w = normal(m, k, dtype=FP8), normal(n, k, dtype=FP8)
     scales = {"x_scale": normal(m).abs() + 0.1, "weight_scale": normal(n).abs() + 0.1}
@@ -133,6 +134,18 @@ def test_epilogues(act: str | None, gated: bool, device: str) -> None:
         compare(x, w, device, what=f"{m}x{n}x{k}", act=act, gated=gated, bias=bias, residual=residual)
         compare(x, w, device, what=f"{m}x{n}x{k} softcap", act=act, gated=gated, softcap=2.5)
         intact()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act", [None, *ACTS])
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 1281, 2064), (9, 8202, 520), (13, 12300, 1048), (16, 25000, 264)])
+def test_epilogues_of_16_rows(m: int, n: int, k: int, act: str | None) -> None:
+    """K in halves and whole, one to four blocks of rows for a CTA, columns that are no multiple of four."""
+    x, w, bias = normal(m, k, dtype=BF16), normal(n, k, dtype=BF16, scale=k**-0.5), normal(n, dtype=BF16)
+    residual, intact = padded_rows(normal(m, n, dtype=BF16))
+    compare(x, w, "cuda", act=act, bias=bias, residual=residual)
+    compare(x, w, "cuda", what="softcap", act=act, softcap=2.5)
+    intact()
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -203,7 +216,9 @@ extern "C" __global__ void fill(unsigned value, unsigned* out) {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP8])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 40, 64), (3, 100, 1040), (7, 8200, 1056), (4, 1280, 8208), (16, 100, 1040), (64, 72, 528)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 40, 64), (3, 100, 1040), (7, 8200, 1056), (4, 1280, 8208), (16, 100, 1040), (11, 1300, 8208), (64, 72, 528)]
+)
 def test_what_shared_memory_held_before_is_not_used(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     """All of it is NaN in any of these types (all ones, 0x7f7f) before the product."""
     cupy = pytest.importorskip("cupy")
@@ -225,15 +240,15 @@ def test_what_shared_memory_held_before_is_not_used(m: int, n: int, k: int, dtyp
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (1280, 8192), (20000, 512), (40, 1024)])
 def test_a_row_has_the_same_bits_in_every_batch_of_its_kernel_and_in_every_run(n: int, k: int, dtype: torch.dtype) -> None:
-    """Up to 8 rows, up to 16, and from 17 on. 16 rows of all of these (n, k) go to one kernel, or all of them to the other."""
+    """Up to 2 rows, up to 8, up to 16, and from 17 on."""
     x, w = normal(64, k, dtype=dtype).cuda(), normal(n, k, dtype=dtype).cuda()
     given = {} if dtype == FP8 else {"norm_weight": normal(k, dtype=dtype).cuda(), "eps": 1e-6}
     for extra in ({}, given):
         by_rows = {
-            size: torch.cat([skinny_linear(x[first : first + size], w, **extra) for first in range(0, 64, size)]) for size in (8, 16, 64)
+            size: torch.cat([skinny_linear(x[first : first + size], w, **extra) for first in range(0, 64, size)]) for size in (2, 8, 16, 64)
         }
-        for m in (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 48, 63, 64):
-            expected = by_rows[8 if m <= 8 else 16 if m <= 16 else 64]
+        for m in (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 48, 63, 64):
+            expected = by_rows[next(size for size in by_rows if m <= size)]
             for first in {0, 64 - m}:
                 for _ in range(3):
                     rows = slice(first, first + m)
@@ -254,11 +269,12 @@ def test_graph_replay() -> None:
 
 
 @pytest.mark.gpu
-def test_chained_launches_wait_for_each_other() -> None:
+@pytest.mark.parametrize("m", [8, 16])
+def test_chained_launches_wait_for_each_other(m: int) -> None:
     """A chain in which each product reads what the one before wrote, and overwrites what the one before that read, against the same
     chain with a pause after each launch."""
     w = normal(4096, 4096, dtype=BF16, scale=1 / 64).cuda()
-    start = normal(8, 4096, dtype=BF16).cuda()
+    start = normal(m, 4096, dtype=BF16).cuda()
 
     def chain(pause: bool) -> Tensor:
         x = start
@@ -283,8 +299,9 @@ extern "C" __global__ void late(const uint4* from, uint4* to, int n) {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n", "k"), [(1024, 2048), (40000, 256)])
-def test_nothing_is_read_before_a_late_writer_has_written(n: int, k: int) -> None:
+@pytest.mark.parametrize("m", [8, 16])
+@pytest.mark.parametrize(("n", "k"), [(1024, 2048), (4096, 512), (40000, 256)])
+def test_nothing_is_read_before_a_late_writer_has_written(n: int, k: int, m: int) -> None:
     """The kernel ahead lets its dependents start at once and writes x, the residual and the scales 0.15 ms later."""
     cupy = pytest.importorskip("cupy")
     late = cupy.RawKernel(LATE, "late")
@@ -294,8 +311,8 @@ def test_nothing_is_read_before_a_late_writer_has_written(n: int, k: int) -> Non
             late((1,), (1024,), (source.data_ptr(), to.data_ptr(), to.numel() * to.element_size() // 16))
 
     w, g = normal(n, k, dtype=BF16).cuda(), normal(k, dtype=BF16).cuda()
-    x, residual = normal(8, k, dtype=BF16).cuda(), normal(8, n, dtype=BF16).cuda()
-    w8, x8, scale = w.to(FP8), x.to(FP8), torch.rand(8, device="cuda") + 0.5
+    x, residual = normal(m, k, dtype=BF16).cuda(), normal(m, n, dtype=BF16).cuda()
+    w8, x8, scale = w.to(FP8), x.to(FP8), torch.rand(m, device="cuda") + 0.5
     for target, call in (
         (x, lambda t: skinny_linear(t, w)),
         (x, lambda t: skinny_linear(t, w, norm_weight=g, eps=1e-5)),
