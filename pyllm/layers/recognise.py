@@ -15,16 +15,16 @@ from pyllm.layers.linear import Linear
 from pyllm.layers.mlp import MLP
 from pyllm.layers.norm import RMSNorm
 from pyllm.layers.spec import Spec, walk
-from pyllm.ops.step_checks import most_rows, size_problem, stage_bytes
+from pyllm.ops.step_checks import most_rows, size_problem
 
 Formats = Callable[[str, Linear], Format]
 """The format of the Linear at a path."""
-AHEAD_ROWS = 0
-"""Rows of a step up to which one kernel is taken unasked, for bf16 weights: none. One row is faster, but a sibling of the kernel read
-outside memory in some runs of its tests, and the cause is not found; until it is, one kernel is for those who ask. Engine steps at 1k keys
-on one H200, ops and one kernel, us: Llama 3.2 1B, 1 row 845 and 723, 2 rows 883 and 814, 3 rows 934 and 952, 4 rows 939 and 1,030; 3B,
-2,052 and 1,855, 2,127 and 2,124; 3.1 8B, 3,910 and 3,830, 4,135 and 4,212. In e4m3 it is slower: 8B, 2,506 and 2,618, 2,605 and 2,974. Not
-for two rows, nor where products are cut into stages of different sizes: there warps need a barrier between products (docs/step.md)."""
+AHEAD = ((3072, 2), (4096, 1))
+"""Rows of a step up to which one kernel is taken unasked, for bf16 weights, by the model's width at most. One H200, 1,000 keys a row, the
+kernel's ms and those of a chain's whole step, from which some 10 us of sampling are to be taken: Llama 3.2 1B (2048 wide), 0.711 and 0.845,
+2 rows 0.772 and 0.883, 3 rows 0.900 and 0.934, 4 rows 0.957 and 0.939; 3B (3072), 1.780 and 2.052, 2.002 and 2.127; 3.1 8B (4096), 3.710
+and 3.910, 4.078 and 4.135. What is ahead by less than 4 percent is not taken, for the two were not measured in one run; e4m3 is not for
+that reason: 8B 2.442 and 2.506, two rows 2.762 and 2.605."""
 CACHES = (torch.bfloat16, torch.float8_e4m3fn)
 _ATTN = {"own_kv": True, "whole_norm": False, "window": None, "softcap": None, "sinks": False, "o_bias": False, "variant": None}
 _ALIKE = ("heads", "kv_heads", "head_dim", "rope", "qkv_bias", "qk_norm", "softmax_scale")
@@ -52,9 +52,8 @@ def rows_ahead(spec: Decoder, formats: Formats) -> int:
     path, linear = next((path, s) for path, s in walk(spec) if isinstance(s, Linear) and s is not spec.head)
     if type(formats(path, linear)) is Fp8:
         return 0
-    attn, mlp = spec.subs[0].body, spec.subs[1].body
-    assert isinstance(attn, Attn) and isinstance(mlp, MLP)
-    return AHEAD_ROWS if len({stage_bytes(k) for k in (spec.embed.d, attn.heads * attn.head_dim, mlp.ff)}) == 1 else 0
+    ahead = next((rows for width, rows in AHEAD if spec.embed.d <= width), 0)
+    return min(ahead, rows_served(spec))
 
 
 def _problems(spec: Spec, formats: Formats) -> Iterator[str]:

@@ -38,12 +38,6 @@ def most_rows(d: int, ffn: int, heads: int, kv_heads: int, head_dim: int) -> int
     return max(m for m in range(1, ROWS + 1) if max(m * x, attend) + 1024 * m + _RINGS <= _SHARED)
 
 
-def stage_bytes(k: int) -> int:
-    """Of a row of bf16 weights of k columns in a stage of the ring: at most 2048, a multiple of 512."""
-    row = 2 * k
-    return _up(-(-row // -(-row // 2048)), 512)
-
-
 def size_problem(d: int, ffn: int, vocab: int, heads: int, kv_heads: int, head_dim: int, layers: int) -> tuple[str, str] | None:
     """The first size that the kernel does not serve: its name, and what came and was expected."""
     group = heads // kv_heads if kv_heads >= 1 and heads % kv_heads == 0 else 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyllm.api.dummy import DummyWeights
-from pyllm.layers import MLP, Attn, Decoder, Dense, Fp8, LayerNorm, QuantPlan, Sub, Sum, bind, recognise, rewrite
+from pyllm.layers import MLP, Attn, Decoder, Dense, Fp8, LayerNorm, QuantPlan, Sub, Sum, bind, rewrite
 from pyllm.layers.formats import resolve
 from pyllm.layers.one_kernel import OneKernel, bound_not_served, in_one_kernel
 from pyllm.layers.recognise import not_served, rows_ahead
@@ -194,23 +194,25 @@ def test_dtypes_and_ranks() -> None:
     assert why(spec, tp=2) == "tp is 2, expected 1"
 
 
-@pytest.mark.parametrize("quant", [(), (("*lm_head", None), ("*", Fp8()))], ids=["bf16", "fp8"])
-def test_nothing_is_taken_unasked(quant: QuantPlan) -> None:
-    spec = shape("llama-3.2-1b")
+ASKED = "one kernel only if asked"
+WIDE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
+
+
+@pytest.mark.parametrize(("width", "rows"), [(64, 2), (2048, 2), (3072, 2), (3136, 1), (4096, 1), (4160, 0)])
+def test_rows_taken_unasked_are_those_measured_ahead(width: int, rows: int) -> None:
+    spec = declare("llama", hidden_size=width, **WIDE)
+    assert rows_ahead(spec, lambda path, linear: Dense()) == rows
+    assert rows_ahead(spec, lambda path, linear: Fp8()) == 0
+    last = str(explain(spec)).splitlines()[-1]
+    of = {2: "1 to 2 sequences", 1: "1 sequence"}
+    assert last == (f"decode steps of {of[rows]}: one kernel, csrc/step/decode_step" if rows else f"decode steps: these ops; {ASKED}")
+    assert json.loads(explain(spec).json())["one_kernel"] == {"rows": rows, "reason": None}
+
+
+def test_fp8_is_taken_if_asked_alone() -> None:
+    spec, quant = shape("llama-3.1-8b"), (("*lm_head", None), ("*", Fp8()))
     assert rows_ahead(spec, lambda path, linear: resolve(linear.names(path), quant)) == 0
-    assert str(explain(spec, quant=quant)).splitlines()[-1] == "decode steps: these ops; one kernel only if asked"
-    assert json.loads(explain(spec, quant=quant).json())["one_kernel"] == {"rows": 0, "reason": None}
-
-
-def test_rows_ahead_wants_bf16_and_stages_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of 2 d, 2 H D and 2 F bytes in equal parts of at most 2,048, each a multiple of 512: 1,536 and 2,048 here."""
-    monkeypatch.setattr(recognise, "AHEAD_ROWS", 1)
-    plain, fp8 = lambda path, linear: Dense(), lambda path, linear: Fp8()
-    sizes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
-    assert rows_ahead(declare("llama", intermediate_size=1536, **sizes), plain) == 1
-    assert rows_ahead(declare("llama", intermediate_size=1536, **sizes), fp8) == 0
-    assert rows_ahead(declare("llama", intermediate_size=2048, **sizes), plain) == 0
-    assert str(explain(shape("llama-3.2-1b"))).splitlines()[-1] == "decode steps of 1 sequence: one kernel, csrc/step/decode_step"
+    assert str(explain(spec, quant=quant)).splitlines()[-1] == f"decode steps: these ops; {ASKED}"
 
 
 def test_bound_models() -> None:

@@ -177,16 +177,19 @@ def test_idle_rows_of_a_graph_touch_the_dummy_page_alone() -> None:
         assert_same(c.v[1:], before[s][1], "v")
 
 
-def test_nothing_is_taken_unasked() -> None:
-    for asked in (False, None):
-        assert in_one_kernel(module_of("1b", "bf16"), asked, BF16) is module_of("1b", "bf16")
+def test_what_is_taken_unasked() -> None:
+    module = module_of("1b", "bf16")
+    assert isinstance(in_one_kernel(module, None, BF16), OneKernel)
+    assert in_one_kernel(module, False, BF16) is module
+    assert in_one_kernel(module_of("1b", "fp8"), None, BF16) is module_of("1b", "fp8")
 
 
-def test_llm_takes_it_if_asked_in_its_graphs() -> None:
+@pytest.mark.parametrize("asked", [None, True])
+def test_llm_takes_it_in_its_graphs(asked: bool | None) -> None:
     spec = spec_of("1b")
     config = KvCacheConfig(max_tokens=2048)
     with LLM(
-        spec, weights=Weights(spec, "cuda", BF16), dtype="bf16", max_batch_size=4, one_kernel=True, kv_cache_config=config, progress=False
+        spec, weights=Weights(spec, "cuda", BF16), dtype="bf16", max_batch_size=4, one_kernel=asked, kv_cache_config=config, progress=False
     ) as llm:
         assert isinstance(llm._engine._runner._module, OneKernel)
         outs = llm.generate([[i, 2, 3] for i in range(7)], SamplingParams(max_tokens=30, ignore_eos=True))
