@@ -98,7 +98,18 @@ def sanitizer_command(tool: str) -> list[str]:
         raise SystemExit("gpu_tests: compute-sanitizer is neither on the path nor in /usr/local/cuda/bin")
     # synccheck follows so many barriers and, when there are more, ends the launch with an error.
     barriers = ["--num-cuda-barriers", "65536"] if tool == "synccheck" else []
-    return [program, "--tool", tool, *barriers, "--kernel-name", "kns=pyllm", "--report-api-errors", "no", "--error-exitcode", str(SANITIZER_FOUND)]
+    return [
+        program,
+        "--tool",
+        tool,
+        *barriers,
+        "--kernel-name",
+        "kns=pyllm",
+        "--report-api-errors",
+        "no",
+        "--error-exitcode",
+        str(SANITIZER_FOUND),
+    ]
 
 
 def run_pytest(prefix: list[str], arguments: list[str], environment: dict[str, str]) -> tuple[int, dict[str, dict[str, int]], str]:
