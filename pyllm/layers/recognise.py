@@ -20,11 +20,10 @@ from pyllm.ops.step_checks import most_rows, size_problem
 Formats = Callable[[str, Linear], Format]
 """The format of the Linear at a path."""
 AHEAD = ((3072, 2), (4096, 1))
-"""Rows of a step up to which one kernel is taken unasked, for bf16 weights, by the model's width at most. One H200, 1,000 keys a row, the
-kernel's ms and those of a chain's whole step, from which some 10 us of sampling are to be taken: Llama 3.2 1B (2048 wide), 0.711 and 0.845,
-2 rows 0.772 and 0.883, 3 rows 0.900 and 0.934, 4 rows 0.957 and 0.939; 3B (3072), 1.780 and 2.052, 2.002 and 2.127; 3.1 8B (4096), 3.710
-and 3.910, 4.078 and 4.135. What is ahead by less than 4 percent is not taken, for the two were not measured in one run; e4m3 is not for
-that reason: 8B 2.442 and 2.506, two rows 2.762 and 2.605."""
+"""Rows of a step up to which one kernel is taken unasked, for bf16 weights, by the model's width at most. One H200, 1,000 keys a row, one
+kernel and kernel by kernel, ms. In one run (the records): Llama 3.2 1B (2048 wide) 0.719 and 0.837, 2 rows 0.776 and 0.874, 4 rows 0.958
+and 0.927; 3.1 8B (4096) 3.748 and 3.919, 2 rows 4.126 and 4.036; e4m3, which is not taken: 8B 2.453 and 2.497, 2 rows 2.782 and 2.583.
+3B (3072) in different runs, the chain with some 0.01 of sampling: 1.780 and 2.052, 2 rows 2.002 and 2.127."""
 CACHES = (torch.bfloat16, torch.float8_e4m3fn)
 _ATTN = {"own_kv": True, "whole_norm": False, "window": None, "softcap": None, "sinks": False, "o_bias": False, "variant": None}
 _ALIKE = ("heads", "kv_heads", "head_dim", "rope", "qkv_bias", "qk_norm", "softmax_scale")
