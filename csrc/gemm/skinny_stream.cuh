@@ -16,6 +16,7 @@
 
 #include "common/launch.h"
 #include "common/ptx_sm90.cuh"
+#include "common/shared_access.cuh"
 #include "common/vec.cuh"
 #include "gemm/epilogue.cuh"
 
@@ -83,22 +84,6 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, int byt
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
                "r"(barrier)
                : "memory");
-}
-__device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_shared_16(uint32_t to, const uint4& v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-__device__ __forceinline__ float2 load_shared_pair(uint32_t from) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_shared_float(uint32_t to, float x) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }
 
 // c (+)= 16 rows of w times 8 rows of x over 16 of K.
@@ -417,18 +402,14 @@ struct Stream {
     if constexpr (Norm) factor = row_factor(m);
     if constexpr (!kScaled) return {factor, factor};
     const float2 columns = load_shared_pair(base + a.at.scales + (kStreamRows + row) * 4);
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(factor) : "r"(base + a.at.scales + m * 4) : "memory");
+    factor = load_shared_float(base + a.at.scales + m * 4);
     return {factor * columns.x, factor * columns.y};
   }
 
   __device__ __forceinline__ float row_factor(int m) const {
     float sum = 0.f;
 #pragma unroll
-    for (int w = 0; w < kStreamWarps; ++w) {
-      float part;
-      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(part) : "r"(base + a.at.squares + (w * kStreamRows + m) * 4) : "memory");
-      sum += part;
-    }
+    for (int w = 0; w < kStreamWarps; ++w) sum += load_shared_float(base + a.at.squares + (w * kStreamRows + m) * 4);
     return rsqrtf(sum / static_cast<float>(a.row_bytes / static_cast<int>(sizeof(T))) + a.eps);
   }
 

@@ -16,6 +16,7 @@
 
 #include "common/launch.h"
 #include "common/ptx_sm90.cuh"
+#include "common/shared_access.cuh"
 #include "common/wgmma.cuh"
 #include "gemm/epilogue.cuh"
 
@@ -272,11 +273,7 @@ struct Wide {
     float v[4] = {};
     for (int e = 0; e < step; ++e) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float part;
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(part) : "r"(it.from + e * (Rows * 256 >> a.log_split) + i * 64) : "memory");
-        v[i] += part;
-      }
+      for (int i = 0; i < 4; ++i) v[i] += load_shared_float(it.from + e * (Rows * 256 >> a.log_split) + i * 64);
     }
     EpilogueParams rest = a.epilogue;
     if constexpr (kEarly) rest.residual = nullptr;

@@ -2,15 +2,14 @@
 //
 // A CTA takes 8 rows of a weight at a time (of the gated one 4 gate rows and their 4 up rows). Units are dealt out to the CTAs in turn
 // through all products of the step, so that after any number of them no CTA has had two more than another. Three roles:
-// * A loader warp fills a ring of stages, 8 rows of up to 2 KiB each, by bulk copies. What the CTA will read is known from the start, so it
-//   runs ahead, into the next products of the step, while the CTA waits for values or attends. A copy takes its warp some 80 clocks to
-//   issue; with 512 bytes a copy, issued by the warps that multiply, a unit took 1.5 us.
-// * Eight consumer warps multiply, each an eighth of every stage, and leave their sums. x is the 16-row side of the mma; K is permuted
-//   within 32, alike in x and w, so that 16 bytes of a lane are operands as they are.
+// * One thread loads: it fills a ring of stages, 8 rows of up to 2 KiB each, with one TMA box a stage. What the CTA will read is known from
+//   the start, so it runs ahead, into the next products of the step, while the CTA waits for values or attends.
+// * Eight consumer warps multiply, each an eighth of every stage, and leave their sums. The weights are the 16-row side of the mma: their
+//   eight rows twice, with one half of each 32 of k and with the other, so that 16 bytes of a lane are operands as they are.
 // * A finishing warp adds the eight sums of a row, applies scales, bias, activation and residual, and hands the row to the other CTAs.
 //
 // e4m3 weights are widened to fp16, exactly; x is quantised per row to e4m3 and kept as fp16.
-// Order of a sum: a warp's eighths of the stages, in two sums of alternate k16 blocks that are added, then the warps in order.
+// Order of a sum: a warp's eighths of the stages, the halves of each 32 of k apart and alternate 32 apart, then the warps in order.
 #pragma once
 #include "common/fp8.cuh"
 #include "gemm/epilogue.cuh"
