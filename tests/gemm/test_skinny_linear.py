@@ -11,7 +11,8 @@ from torch import Tensor
 from pyllm.ops.fused import ACTS, activation
 from pyllm.ops.skinny import skinny_linear
 from tests.support.compare import EPS, assert_close, assert_same
-from tests.support.generate import normal, padded_rows, poison, poison_allocator
+from tests.support.generate import normal, padded_rows, poison_allocator
+from tests.support.late import check_waits
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -289,42 +290,19 @@ def test_chained_launches_wait_for_each_other(m: int) -> None:
         assert_same(chain(False), slow)
 
 
-LATE = r"""
-extern "C" __global__ void late(const uint4* from, uint4* to, int n) {
-  asm volatile("griddepcontrol.launch_dependents;");
-  for (long long start = clock64(); clock64() - start < 300000;) {}
-  for (int i = threadIdx.x; i < n; i += blockDim.x) to[i] = from[i];
-}
-"""
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [8, 16])
 @pytest.mark.parametrize(("n", "k"), [(1024, 2048), (4096, 512), (40000, 256)])
 def test_nothing_is_read_before_a_late_writer_has_written(n: int, k: int, m: int) -> None:
-    """The kernel ahead lets its dependents start at once and writes x, the residual and the scales 0.15 ms later."""
-    cupy = pytest.importorskip("cupy")
-    late = cupy.RawKernel(LATE, "late")
-
-    def write_late(to: Tensor, source: Tensor) -> None:
-        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-            late((1,), (1024,), (source.data_ptr(), to.data_ptr(), to.numel() * to.element_size() // 16))
-
+    """x, the residual and the scales."""
     w, g = normal(n, k, dtype=BF16).cuda(), normal(k, dtype=BF16).cuda()
     x, residual = normal(m, k, dtype=BF16).cuda(), normal(m, n, dtype=BF16).cuda()
     w8, x8, scale = w.to(FP8), x.to(FP8), torch.rand(m, device="cuda") + 0.5
-    for target, call in (
-        (x, lambda t: skinny_linear(t, w)),
-        (x, lambda t: skinny_linear(t, w, norm_weight=g, eps=1e-5)),
-        (residual, lambda t: skinny_linear(x, w, residual=t)),
-        (x8, lambda t: skinny_linear(t, w8)),
-        (scale, lambda t: skinny_linear(x8, w8, x_scale=t)),
-    ):
-        buffer = poison(torch.empty_like(target))
-        expected = call(target)
-        torch.cuda.synchronize()
-        write_late(buffer, target)
-        assert_same(call(buffer), expected)
+    check_waits(lambda t: skinny_linear(t, w), x, "x")
+    check_waits(lambda t: skinny_linear(t, w, norm_weight=g, eps=1e-5), x, "x, norm")
+    check_waits(lambda t: skinny_linear(x, w, residual=t), residual, "residual")
+    check_waits(lambda t: skinny_linear(t, w8), x8, "x of e4m3")
+    check_waits(lambda t: skinny_linear(x8, w8, x_scale=t), scale, "x_scale")
 
 
 def test_opcheck_and_compile() -> None:
