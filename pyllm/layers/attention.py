@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyllm import ops
 from pyllm.jit.variant import AttentionVariant
 from pyllm.layers.inputs import Summed
 from pyllm.layers.linear import Linear
@@ -17,6 +16,9 @@ from pyllm.layers.norm import LayerNorm, Normed, RMSNorm
 from pyllm.layers.rope import Rope
 from pyllm.layers.spec import Part, Spec, Split, Transform, Weight, consecutive, need_sizes
 from pyllm.ops import invariant
+from pyllm.ops.attention import paged_attention  # these three not from `pyllm.ops`: to hand on a dozen keywords takes half a microsecond
+from pyllm.ops.rope import qk_norm_rope_append
+from pyllm.ops.simple import variant_attention
 from pyllm.runtime.batch import Batch, KvCache
 
 
@@ -132,7 +134,7 @@ class Attn(Spec):
         q = (self.project if m.fuse else self.project_unfused)(m, qkv, sizes, cache, b)
         if self.variant:
             return m.o(self.values(self.attend_variant(self.variant, m, q, cache, b)))
-        o, _ = (invariant.invariant_attention if m.invariant and q.is_cuda else ops.paged_attention)(
+        o, _ = (invariant.invariant_attention if m.invariant and q.is_cuda else paged_attention)(
             q,
             cache.k,
             cache.v,
@@ -158,7 +160,7 @@ class Attn(Spec):
         return o.flatten(1)
 
     def attend_variant(self, variant: AttentionVariant, m: Any, q: Tensor, cache: KvCache, b: Batch) -> Tensor:
-        o, _ = ops.variant_attention(
+        o, _ = variant_attention(
             q,
             cache.k,
             cache.v,
@@ -197,7 +199,7 @@ class Attn(Spec):
         """Per-head norm, rotation and append in one op; returns q `[T, H, D]` of this rank."""
         cos_sin, rows = b.rope(self.rope) if self.rope else (None, None)
         heads, *kv = (size // self.head_dim for size in sizes)
-        return ops.qk_norm_rope_append(
+        return qk_norm_rope_append(
             qkv,
             heads,
             kv[0] if kv else 0,
@@ -223,7 +225,7 @@ class Attn(Spec):
             t, heads = t.contiguous(), t.shape[-1] // self.head_dim
             if norm is not None:
                 t = norm(t.view(-1, self.head_dim)).view(t.shape)
-            return ops.qk_norm_rope_append(t, heads, 0, cos_sin, rows, interleaved=self.rope.interleaved if self.rope else False)
+            return qk_norm_rope_append(t, heads, 0, cos_sin, rows, interleaved=self.rope.interleaved if self.rope else False)
 
         q = one(q, m.q_norm if self.head_norm else None)
         if kv:
@@ -231,5 +233,5 @@ class Attn(Spec):
             heads = k.shape[1]
             rest = torch.cat([k.flatten(1), k.flatten(1), kv[1]], -1)  # the append op wants q heads too; theirs are ignored
             where = dict(k_cache=cache.k, v_cache=cache.v, slots=b.paged(cache)[1], k_scale=cache.k_scale, v_scale=cache.v_scale)
-            ops.qk_norm_rope_append(rest, heads, heads, None, None, **where)  # type: ignore[arg-type]
+            qk_norm_rope_append(rest, heads, heads, None, None, **where)  # type: ignore[arg-type]
         return q

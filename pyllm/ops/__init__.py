@@ -1,8 +1,12 @@
-"""Every op of pyllm, as documented Python functions over `torch.ops.pyllm.*`; loads the CUDA kernels where they were built."""
+"""Every op of pyllm, as documented Python functions over `torch.ops.pyllm.*`; loads the CUDA kernels where they were built.
+
+The functions here name an argument of the wrong type, or on the wrong device, whatever the op makes of it (`arguments.py`).
+"""
 
 from __future__ import annotations
 
 from pyllm import _native
+from pyllm.ops.arguments import checked
 from pyllm.ops.attention import composed_attention, paged_attention
 from pyllm.ops.decode import decode_attention, merge_states
 from pyllm.ops.dense import dense_linear, linear_fp8, linear_int8
@@ -52,3 +56,5 @@ __all__ = [
     "token_logprobs",
     "variant_attention",
 ]
+
+globals().update({_name: checked(globals()[_name]) for _name in __all__})

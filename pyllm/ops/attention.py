@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyllm.ops.gemm import FLOATS
-from pyllm.ops.registry import check, define
+from pyllm.ops.attention_checks import check_any_cache, check_attention, check_values, explain, wide_sinks
+from pyllm.ops.registry import EXPLAIN, check, check_flag, check_positive, define
 
 DECODE_ROWS, INT8_ROWS = 8, 64  # query rows per sequence of a decode (speculative steps included), of a step over an int8 cache
 DECODE_DIMS = (64, 96, 128, 192, 256)  # head dims of the decode kernel
@@ -51,14 +51,14 @@ def paged_attention(
     the rest: fp32, pages that are not a power of two, head dims that are no multiple of 8 (16 with an fp8 cache).
     An int8 cache is read by `decode_attention` alone: causal, max_q given and at most 64.
     """
-    for name, value in (("window", window), ("softcap", softcap), ("scale", scale)):
-        check(value is None or value > 0, "paged_attention", name, f"is {value}, expected more than 0 (or None)")
+    check_positive("paged_attention", window=window, softcap=softcap, scale=scale)
+    check_flag("paged_attention", "causal", causal)
     if k_cache.dtype == torch.int8:
         args = (scale, causal, window or 0, softcap or 0.0, sinks, k_scale, v_scale)
         return _int8_attention(q, k_cache, v_cache, page_table, q_starts, kv_lens, *args, max_q)
     rows = max_q if max_q is not None and max_q >= 1 and causal else DECODE_ROWS + 1
     kernel = attention_kernel(q.dtype, k_cache.dtype, q.shape[-1], k_cache.shape[1], rows, not q.is_cuda or _hopper(q.device))
-    sink = sinks if sinks is None or kernel == "composed_attention" else sinks.float()
+    sink = sinks if sinks is None or kernel == "composed_attention" else wide_sinks("paged_attention", sinks)
     paged = (q, k_cache, v_cache, page_table, q_starts, kv_lens)
     if kernel == "decode_attention":
         return torch.ops.pyllm.decode_attention(*paged, scale, window or 0, softcap or 0.0, sink, k_scale, v_scale, max_q)
@@ -94,6 +94,8 @@ def composed_attention(
     q, k_cache, v_cache, page_table, q_starts, kv_lens, scale, causal, window, softcap, sinks, k_scale, v_scale and results as there. Static
     shapes and no host sync; it meets every token with all W P keys of a page_table row, so it is slow. Errors: ValueError.
     """
+    check_positive("composed_attention", window=window, softcap=softcap)
+    check_flag("composed_attention", "causal", causal)
     return torch.ops.pyllm.composed_attention(
         q, k_cache, v_cache, page_table, q_starts, kv_lens, scale, causal, window or 0, softcap or 0.0, sinks, k_scale, v_scale
     )
@@ -105,10 +107,11 @@ def _int8_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     op, paged = "paged_attention", (page_table, q_starts, kv_lens)
     check(causal, op, "causal", "is False, expected True with an int8 cache")
-    check(max_q is not None and max_q <= INT8_ROWS, op, "max_q", f"is {max_q}, expected at most {INT8_ROWS} with an int8 cache")
+    check(isinstance(max_q, int) and max_q <= INT8_ROWS, op, "max_q", f"is {max_q}, expected at most {INT8_ROWS} with an int8 cache")
     if q.is_cuda:
-        sink = None if sinks is None else sinks.float()
+        sink = None if sinks is None else wide_sinks(op, sinks)
         return torch.ops.pyllm.decode_attention(q, k_cache, v_cache, *paged, scale, window, softcap, sink, k_scale, v_scale, max_q)
+    check_any_cache(q, k_cache, v_cache, *paged, window, sinks, k_scale, v_scale, op)
     used, table = page_table.clamp(0, k_cache.shape[0] - 1).unique(return_inverse=True)
     wide = (c[used.long()].to(q.dtype) for c in (k_cache, v_cache))  # int8 values are exact in 16 bits
     paged = (table.to(torch.int32), q_starts, kv_lens)
@@ -132,57 +135,6 @@ def _hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _check_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_starts: Tensor, kv_lens: Tensor, window: int, sinks: Tensor | None,
-    k_scale: Tensor | None, v_scale: Tensor | None, op: str = "paged_attention",
-) -> None:  # fmt: skip
-    check(q.dim() == 3, op, "q", f"has {q.dim()} dimensions, expected 3 [T, H, D]")
-    check(q.dtype in FLOATS, op, "q", f"is {q.dtype}, expected bfloat16, float16 or float32")
-    check(k_cache.dim() == 4, op, "k_cache", f"has {k_cache.dim()} dimensions, expected 4 [pages, P, K, D]")
-    check(v_cache.shape == k_cache.shape, op, "v_cache", f"has shape {tuple(v_cache.shape)}, expected {tuple(k_cache.shape)} like k_cache")
-    check(k_cache.shape[3] == q.shape[2], op, "k_cache", f".size(3) is {k_cache.shape[3]}, expected D={q.shape[2]} (from q)")
-    check(
-        q.shape[1] % k_cache.shape[2] == 0, op, "q", f"has H={q.shape[1]} heads, expected a multiple of K={k_cache.shape[2]} (from k_cache)"
-    )
-    check(k_cache.dtype in (q.dtype, torch.float8_e4m3fn), op, "k_cache", f"is {k_cache.dtype}, expected {q.dtype} like q or float8_e4m3fn")
-    check(v_cache.dtype == k_cache.dtype, op, "v_cache", f"is {v_cache.dtype}, expected {k_cache.dtype} like k_cache")
-    for name, t, dims in (("page_table", page_table, 2), ("q_starts", q_starts, 1), ("kv_lens", kv_lens, 1)):
-        check(t.dtype == torch.int32, op, name, f"is {t.dtype}, expected int32")
-        check(t.dim() == dims, op, name, f"has {t.dim()} dimensions, expected {dims}")
-    check(
-        kv_lens.shape[0] == page_table.shape[0],
-        op,
-        "kv_lens",
-        f".size(0) is {kv_lens.shape[0]}, expected B={page_table.shape[0]} (from page_table)",
-    )
-    check(
-        q_starts.shape[0] == kv_lens.shape[0] + 1, op, "q_starts", f".size(0) is {q_starts.shape[0]}, expected B+1={kv_lens.shape[0] + 1}"
-    )
-    check(window >= 0, op, "window", f"is {window}, expected >= 1 (or None)")
-    if sinks is not None:
-        check(sinks.shape == q.shape[1:2], op, "sinks", f"has shape {tuple(sinks.shape)}, expected H={q.shape[1]} (from q)")
-        check(sinks.is_floating_point(), op, "sinks", f"is {sinks.dtype}, expected a floating-point type")
-    for name, s in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if s is not None:
-            check(s.dtype == torch.float32, op, name, f"is {s.dtype}, expected float32")
-            heads = k_cache.shape[2]
-            check(s.shape in ((1,), (heads,)), op, name, f"has shape {tuple(s.shape)}, expected 1 or K={heads} (from k_cache)")
-
-
-def _check_values(q: Tensor, k_cache: Tensor, page_table: Tensor, starts: list[int], lens: list[int]) -> None:
-    """What only the reference can see without a sync: numbers inside the index tensors."""
-    op, most = "paged_attention", page_table.shape[1] * k_cache.shape[1]
-    rising = starts == sorted(starts) and 0 <= starts[0] and starts[-1] <= q.shape[0]
-    check(rising, op, "q_starts", f"is {starts}, expected rising numbers from 0 to T={q.shape[0]}")
-    for i, length in enumerate(lens):
-        n = starts[i + 1] - starts[i]
-        if n and length:  # a padded sequence has a row and no keys
-            check(n <= length, op, "kv_lens", f"[{i}] is {length}, expected at least the sequence's {n} query rows")
-            check(length <= most, op, "kv_lens", f"[{i}] is {length}, expected at most the {most} tokens of a page_table row")
-            for page in page_table[i, : -(-length // k_cache.shape[1])].tolist():
-                check(0 <= page < k_cache.shape[0], op, "page_table", f"[{i}] holds page {page}, expected 0..{k_cache.shape[0] - 1}")
-
-
 def _softmax(s: Tensor, softcap: float, seen: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """s `[..., S]` fp32; seen and sinks broadcast to it. Returns (probabilities, natural-log LSE); a row without keys gives 0 and -inf."""
     if softcap:
@@ -204,11 +156,11 @@ def _attention_reference(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_starts: Tensor, kv_lens: Tensor, scale: float, causal: bool = True,
     window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check_attention(q, k_cache, v_cache, page_table, q_starts, kv_lens, window, sinks, k_scale, v_scale)
+    check_attention(q, k_cache, v_cache, page_table, q_starts, kv_lens, window, sinks, k_scale, v_scale)
     heads, kv_heads, page, dim = q.shape[1], k_cache.shape[2], k_cache.shape[1], q.shape[2]
     out, lse = torch.zeros_like(q, memory_format=torch.contiguous_format), torch.full(q.shape[:2], float("-inf"))
     starts, lens = q_starts.tolist(), kv_lens.tolist()
-    _check_values(q, k_cache, page_table, starts, lens)
+    check_values(q, k_cache, page_table, starts, lens)
     sink = None if sinks is None else sinks.view(kv_heads, heads // kv_heads, 1, 1)
     for i, length in enumerate(lens):
         rows = slice(starts[i], starts[i + 1])
@@ -237,7 +189,7 @@ def _attention_composition(
     window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Static shapes and no host sync (graph-safe). Each token meets the keys of its own sequence, gathered per chunk of tokens."""
-    _check_attention(q, k_cache, v_cache, page_table, q_starts, kv_lens, window, sinks, k_scale, v_scale)
+    check_attention(q, k_cache, v_cache, page_table, q_starts, kv_lens, window, sinks, k_scale, v_scale)
     tokens, heads, dim = q.shape
     (batch, width), (pages, page, kv_heads, _) = page_table.shape, k_cache.shape
     keys, device = width * page, q.device
@@ -275,7 +227,7 @@ def _attention_fake(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_starts: Tensor, kv_lens: Tensor, scale: float, causal: bool = True,
     window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check_attention(q, k_cache, v_cache, page_table, q_starts, kv_lens, window, sinks, k_scale, v_scale)
+    check_attention(q, k_cache, v_cache, page_table, q_starts, kv_lens, window, sinks, k_scale, v_scale)
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
@@ -298,3 +250,4 @@ define(
     fake=_attention_fake,
     composition=_attention_composition,
 )
+EXPLAIN["paged_attention"] = explain

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyllm.ops.attention import _attention_reference, _check_attention, _check_values, _dequantize, _softmax
-from pyllm.ops.registry import check, define
+from pyllm.ops.attention import _attention_reference, _dequantize, _softmax
+from pyllm.ops.attention_checks import as_q, check_any_cache, check_values
+from pyllm.ops.registry import check, check_flag, check_positive, define
 
 _DIMS, _DTYPES, _OP, _MERGE = (64, 96, 128, 192, 256), (torch.bfloat16, torch.float16), "decode_attention", "merge_states"
 
@@ -48,8 +49,8 @@ def decode_attention(
     +-65504). Rounding: fp32 inside, weights once to the cache's dtype (fp16 for one byte), o once. Errors: ValueError on CPU, RuntimeError
     on CUDA. Method: flash attention with split keys (Dao et al. 2023), shares as in Stream-K (Osama et al. 2023).
     """
-    for name, value in (("window", window), ("softcap", softcap)):
-        check(value is None or value > 0, _OP, name, f"is {value}, expected more than 0 (or None)")
+    check_positive(_OP, window=window, softcap=softcap)
+    check_flag(_OP, "invariant", invariant)
     return torch.ops.pyllm.decode_attention(
         q,
         k_cache,
@@ -82,18 +83,11 @@ def merge_states(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tupl
     return torch.ops.pyllm.merge_states(o_a, lse_a, o_b, lse_b)
 
 
-def _as_q(cache: Tensor, q: Tensor) -> Tensor:
-    """int8 values are exact in 16 bits."""
-    return cache.to(q.dtype) if cache.dtype == torch.int8 else cache
-
-
 def _check_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_starts: Tensor, kv_lens: Tensor, window: int, softcap: float,
     sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, max_q: int, mask: Tensor | None,
 ) -> None:  # fmt: skip
-    check(v_cache.dtype == k_cache.dtype, _OP, "v_cache", f"is {v_cache.dtype}, expected {k_cache.dtype} like k_cache")
-    wide = (_as_q(k_cache, q), _as_q(v_cache, q))
-    _check_attention(q, *wide, page_table, q_starts, kv_lens, window, sinks, k_scale, v_scale, _OP)
+    check_any_cache(q, k_cache, v_cache, page_table, q_starts, kv_lens, window, sinks, k_scale, v_scale, _OP)
     check(q.dtype in _DTYPES, _OP, "q", f"is {q.dtype}, expected bfloat16 or float16")
     check(q.shape[2] in _DIMS, _OP, "q", f".size(2) is {q.shape[2]}, expected 64, 96, 128, 192 or 256")
     page = k_cache.shape[1]
@@ -115,7 +109,7 @@ def _tree_reference(
     heads, kv_heads, page = q.shape[1], k_cache.shape[2], k_cache.shape[1]
     out, lse = torch.zeros_like(q, memory_format=torch.contiguous_format), torch.full(q.shape[:2], float("-inf"))
     starts, lens = q_starts.tolist(), kv_lens.tolist()
-    _check_values(q, k_cache, page_table, starts, lens)
+    check_values(q, k_cache, page_table, starts, lens)
     sink = None if sinks is None else sinks.view(kv_heads, heads // kv_heads, 1, 1)
     for b, length in enumerate(lens):
         rows, n = slice(starts[b], starts[b + 1]), starts[b + 1] - starts[b]
@@ -146,7 +140,7 @@ def _decode_reference(
     _check_decode(q, k_cache, v_cache, page_table, q_starts, kv_lens, window, softcap, sinks, k_scale, v_scale, max_q, mask)
     most = int(q_starts.diff().max()) if len(kv_lens) else 0
     check(most <= max_q, _OP, "max_q", f"is {max_q}, expected at least the {most} query rows of the longest sequence")
-    k, v = _as_q(k_cache, q), _as_q(v_cache, q)
+    k, v = as_q(k_cache, q), as_q(v_cache, q)
     if mask is not None:
         return _tree_reference(q, k, v, page_table, q_starts, kv_lens, scale, window, softcap, sinks, k_scale, v_scale, mask)
     return _attention_reference(q, k, v, page_table, q_starts, kv_lens, scale, True, window, softcap, sinks, k_scale, v_scale)

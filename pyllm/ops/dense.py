@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyllm.ops.dense_checks import HALVES, check_bias, check_blocks, check_operands, check_rows, check_scale, name_of
 from pyllm.ops.fused import ACTS, activation
-from pyllm.ops.registry import check, define
+from pyllm.ops.registry import check, check_flag, define
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = 128
@@ -87,6 +87,7 @@ def linear_fp8(
         ValueError (RuntimeError on CUDA): sizes, dtypes, strides or alignment that disagree with the above.
     """
     check(out_dtype in HALVES, "linear_fp8", "out_dtype", f"is {out_dtype}, expected torch.bfloat16 or torch.float16")
+    check_flag("linear_fp8", "gated", gated)
     check(act is None or act in ACTS, "linear_fp8", "act", f"is {act!r}, expected None or one of {', '.join(ACTS)}")
     check(
         (act is None) != gated,

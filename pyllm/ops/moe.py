@@ -9,7 +9,7 @@ from torch import Tensor
 from pyllm.ops.experts import check_extras, check_ids, check_known, fused_experts_serves, gated
 from pyllm.ops.fused import ACTS
 from pyllm.ops.gemm import FLOATS
-from pyllm.ops.registry import check, define
+from pyllm.ops.registry import check, check_flag, define
 
 SCORING = {"softmax": 0, "topk_softmax": 1, "sigmoid": 2}
 """softmax: over all experts, then top-k; topk_softmax: top-k of the logits, softmax over those; sigmoid: per expert, then top-k."""
@@ -31,8 +31,8 @@ def route_experts(
     groups that do not divide E, top_groups outside 1..groups, or fewer than top_k experts in them; fewer than two in one with a bias.
     CUDA: E up to 1024, top_k and groups up to 32, dense rows of logits.
     """
-    if scoring not in SCORING:
-        raise ValueError(f"route_experts: scoring is {scoring!r}, expected one of {', '.join(SCORING)}")
+    check(scoring in SCORING, "route_experts", "scoring", f"is {scoring!r}, expected one of {', '.join(SCORING)}")
+    check_flag("route_experts", "renormalize", renormalize)
     return torch.ops.pyllm.route_experts(logits, top_k, SCORING[scoring], renormalize, bias, scale, groups, top_groups)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyllm.jit.variant import PLAIN
 from pyllm.ops.attention import PREFILL_DIMS, PREFILL_FP8_DIMS
-from pyllm.ops.registry import check, define
+from pyllm.ops.registry import check, check_flag, check_positive, define
 from pyllm.ops.simple import _check, _reference
 
 _OP, _FP8 = "prefill_attention", torch.float8_e4m3fn
@@ -53,8 +53,8 @@ def prefill_attention(
     result of a row depends on its sequence alone, not on the batch or the run. scale must be more than 0. Errors: ValueError on CPU,
     RuntimeError on CUDA. Method: FlashAttention-3 (Shah et al. 2024).
     """
-    for name, value in (("window", window), ("softcap", softcap)):
-        check(value is None or value > 0, _OP, name, f"is {value}, expected more than 0 (or None)")
+    check_positive(_OP, window=window, softcap=softcap)
+    check_flag(_OP, "causal", causal)
     return torch.ops.pyllm.prefill_attention(
         q, k, v, q_starts, kv_starts, kv_lens, page_table, scale, causal, window or 0, softcap or 0.0, sinks, mask, mask_starts, q_scale,
         k_scale, v_scale,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pyllm.ops.fused import check_dtype, check_rows
-from pyllm.ops.registry import check, define
+from pyllm.ops.registry import check, check_flag, define
 
 _OP = "qk_norm_rope_append"
 _FP8_MAX, _INT8_MAX = 448.0, 127.0
@@ -62,6 +62,7 @@ def qk_norm_rope_append(
 
     Source: Su et al. 2021 (RoFormer); Dehghani et al. 2023 (norm of Q and K); Kwon et al. 2023 (paged KV cache).
     """
+    check_flag(_OP, "interleaved", interleaved)
     return torch.ops.pyllm.qk_norm_rope_append(
         qkv, heads, kv_heads, cos_sin, rows, interleaved, q_weight, k_weight, eps, k_cache, v_cache, slots, k_scale, v_scale
     )

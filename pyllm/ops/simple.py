@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyllm.jit.variant import PLAIN, AttentionVariant, numbered
-from pyllm.ops.registry import check, define
+from pyllm.ops.registry import check_flag, check_positive, define
 from pyllm.ops.simple_reference import _check, _reference, by_name
 
 SIMPLE_DIMS = (64, 96, 128, 256)  # D = Dv of the ahead-of-time build
@@ -54,8 +54,8 @@ def simple_attention(
     `[1]` or `[K]`: value = stored * scale. Errors: ValueError on CPU, RuntimeError on CUDA.
     Method: flash attention (Dao et al. 2022).
     """
-    for name, value in (("window", window), ("softcap", softcap), ("max_q", max_q)):
-        check(value is None or value > 0, "simple_attention", name, f"is {value}, expected more than 0 (or None)")
+    check_positive("simple_attention", window=window, softcap=softcap, max_q=max_q)
+    check_flag("simple_attention", "causal", causal)
     tail = (q, k, v, q_starts, kv_starts, kv_lens, page_table, scale, causal, window or 0, softcap or 0.0, sinks, mask, mask_starts,
             k_scale, v_scale)  # fmt: skip
     if q.is_cuda and q.dim() == 3 and not (q.shape[2] == v.shape[-1] and q.shape[2] in SIMPLE_DIMS):
@@ -94,10 +94,8 @@ def variant_attention(
     tensors: by name, those that its params ask each call for. first_head: the number of q's first head among the heads of all ranks.
     Errors: ValueError (a variant that does not compile included) or, for what only the GPU asks for, RuntimeError.
     """
-    for name, value in (("window", window), ("softcap", softcap), ("max_q", max_q)):
-        check(value is None or value > 0, "variant_attention", name, f"is {value}, expected more than 0 (or None)")
-    if not isinstance(variant, AttentionVariant):
-        raise ValueError(f"variant_attention: variant is {variant!r:.60}, expected an AttentionVariant")
+    check_positive("variant_attention", window=window, softcap=softcap, max_q=max_q)
+    check_flag("variant_attention", "causal", causal)
     return torch.ops.pyllm.variant_attention(
         q, k, v, q_starts, kv_starts, kv_lens, page_table, scale, causal, window or 0, softcap or 0.0, sinks, mask, mask_starts, k_scale,
         v_scale, max_q or 0, variant.number, variant.tensors(tensors), first_head,

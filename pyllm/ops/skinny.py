@@ -63,6 +63,7 @@ def skinny_linear(
         ValueError (RuntimeError on CUDA): sizes, dtypes, strides or alignment, arguments that do not belong together.
     """
     check(act is None or act in ACTS, "skinny_linear", "act", f"is {act!r}, expected None or one of {', '.join(ACTS)}")
+    _check_kind(x)
     result = dtype if dtype is not None else torch.bfloat16 if x.dtype == E4M3 else x.dtype
     check(result in HALVES, "skinny_linear", "dtype", f"is {result}, expected torch.bfloat16 or torch.float16")
     check(x.dtype in (E4M3, result), "skinny_linear", "dtype", f"is {result}, expected {x.dtype} like x")
@@ -100,12 +101,16 @@ def _check_vector(name: str, t: Tensor | None, letter: str, size: int, dtypes: t
     check(t.is_contiguous(), op, name, "is not contiguous")
 
 
+def _check_kind(x: Tensor) -> None:
+    kind = str(x.dtype).removeprefix("torch.")
+    check(x.dtype in (*HALVES, E4M3), "skinny_linear", "x", f"is {kind}, expected bfloat16 or float16 or float8_e4m3fn")
+
+
 def _check_operands(x: Tensor, weight: Tensor, gated: bool) -> None:
     op = "skinny_linear"
     for name, t in (("x", x), ("weight", weight)):
         check(t.dim() == 2, op, name, f"has {t.dim()} dimensions, expected 2")
-    kinds = (*HALVES, E4M3)
-    check(x.dtype in kinds, op, "x", f"is {str(x.dtype).removeprefix('torch.')}, expected bfloat16 or float16 or float8_e4m3fn")
+    _check_kind(x)
     check(weight.dtype == x.dtype, op, "weight", f"is {weight.dtype}, expected {x.dtype} like x".replace("torch.", ""))
     check(x.shape[0] <= MAX_ROWS, op, "x", f".size(0) is {x.shape[0]}, expected at most {MAX_ROWS}")
     check(weight.shape[1] == x.shape[1], op, "weight", f".size(1) is {weight.shape[1]}, expected K={x.shape[1]} (from x)")
