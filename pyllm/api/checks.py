@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from pyllm.api.params import id_tuple
+from pyllm.api.refuse import shown
 from pyllm.ops.attention import DECODE_DIMS, PREFILL_FP8_DIMS
 from pyllm.plan.pages import ONE_BYTE, SlotSizes
 from pyllm.runtime.schedule import LOGIT_ROWS
@@ -29,7 +30,7 @@ class DecoderSpec(Protocol):
 def check_sizes(sizes: Mapping[str, int], optional: Mapping[str, int | None], positions: int) -> None:
     for name, value in {**sizes, **{n: v for n, v in optional.items() if v is not None}}.items():
         if type(value) is not int or value < 1:
-            raise ValueError(f"Engine: {name} is {value!r}, expected an integer, at least 1")
+            raise ValueError(f"Engine: {name} is {shown(value)}, expected an integer, at least 1")
     if optional["pages"] is not None and optional["max_tokens"] is not None:
         given = f"pages={optional['pages']} and max_tokens={optional['max_tokens']}"
         raise ValueError(f"Engine: {given} both size the KV pool, expected one of them")
@@ -47,7 +48,7 @@ def check_types(
     if kv_dtype not in (dtype, *ONE_BYTE):
         raise ValueError(f"Engine: kv_dtype is {kv_dtype}, expected {dtype} like dtype, torch.float8_e4m3fn or torch.int8")
     if not isinstance(weights, Mapping) and not callable(weights):
-        raise ValueError(f"Engine: weights is {weights!r}, expected a mapping of tensors or a bound module")
+        raise ValueError(f"Engine: weights is {shown(weights)}, expected a mapping of tensors or a bound module")
     return kv_dtype, frozenset(id_tuple("Engine: eos_ids", eos_ids))
 
 
@@ -88,8 +89,23 @@ def check_draft(spec: DecoderSpec, draft: DecoderSpec, max_length: int, draft_le
         raise ValueError(f"Engine: draft_len is {draft_len}, expected at least 1 with a draft_model")
 
 
+def check_fits(tokens: int, need: int, total: int, page_size: int) -> None:
+    """ValueError for a request of so many tokens, which need more pages than the pool has in all."""
+    if need > total:
+        pool = f"the pool has {total * page_size} ({total} pages)"
+        raise ValueError(f"submit: prompt and max_tokens need {tokens} tokens of KV cache ({need} pages), {pool}")
+
+
 def check_captured(name: str, sizes: Sequence[int], most: int) -> list[int]:
     for n in sizes:
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= most:
-            raise ValueError(f"Engine: {name} holds {n!r}, expected sizes from 1 to {most}")
+            raise ValueError(f"Engine: {name} holds {shown(n)}, expected sizes from 1 to {most}")
     return list(sizes)
+
+
+def told(error: BaseException) -> str:
+    """Of a caller's own code, whose errors may be of any kind: some cannot even say what they are."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException:
+        return type(error).__name__

@@ -18,8 +18,8 @@ from pyllm.api.config import CudaGraphConfig, DraftTargetDecodingConfig, KvCache
 from pyllm.api.model import CHUNK, Parts, load_parts
 from pyllm.api.outputs import RequestOutput
 from pyllm.api.params import SamplingParams
-from pyllm.api.prompts import for_each, one_prompt, prompt_ids
-from pyllm.api.refuse import GENERATE_HINTS, LLM_HINTS, check_llm, of_type, refuse_unknown
+from pyllm.api.prompts import check_messages, for_each, one_prompt, prompt_ids
+from pyllm.api.refuse import GENERATE_HINTS, LLM_HINTS, check_llm, of_type, refuse_unknown, shown
 from pyllm.api.retention import KvCacheRetentionConfig
 from pyllm.api.text import TextOutput
 from pyllm.layers.one_kernel import in_one_kernel
@@ -44,7 +44,8 @@ class LLM:
     model: a Hugging Face directory, a .gguf file, "demo", or a declaration (`pyllm.layers.Decoder`) with `weights` (checkpoint name ->
     tensor). tokenizer: a `pyllm.load.tokenizer.Tokenizer`, a directory or a tokenizer.json; None: the model's own.
     skip_tokenizer_init: token ids in and out. load_format: "auto", or "dummy": random weights for the directory's config.json.
-    quant: "fp8" quantizes all products but the head and routers as they are loaded; or pairs (glob, Format) as in `pyllm.layers.bind`.
+    quant: "fp8" or "fp8-block" quantizes all products but the head and routers (the latter: and experts) as they are loaded, "stored" takes
+    those that the checkpoint stores in FP8 as they are, not expanded; or pairs (glob, Format) as in `pyllm.layers.bind`.
     device: None takes the GPU where pyllm's kernels run, else the CPU. dtype: "auto", "fp32", "bf16" or "fp16".
     max_batch_size: requests in a step. max_num_tokens: tokens in a step with prompts (None: 8192 on a GPU, 512 on a CPU).
     max_seq_len: tokens of a request, prompt and output.
@@ -169,7 +170,7 @@ class LLM:
         """Token ids of a conversation (objects with role and content) by the model's own chat template: an input of `generate`."""
         if self._checkpoint is None or self.tokenizer is None:
             raise ValueError("LLM.encode_chat: there is no chat template without a model's files and its tokenizer")
-        text = self._checkpoint.render_chat(messages, **variables)
+        text = self._checkpoint.render_chat(check_messages(messages), **variables)
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template has written BOS already
 
     @property
@@ -256,7 +257,7 @@ class LLM:
                 raise ValueError(f"LLM: an input has {given}, expected prompt or prompt_token_ids")
             prompt = prompt[known[0]]
             if isinstance(prompt, str) != (known[0] == "prompt"):
-                raise ValueError(f"LLM: {known[0]} is {prompt!r:.60}, expected {'text' if known[0] == 'prompt' else 'token ids'}")
+                raise ValueError(f"LLM: {known[0]} is {shown(prompt)}, expected {'text' if known[0] == 'prompt' else 'token ids'}")
         text = prompt if isinstance(prompt, str) else None
         if text is None:
             prompt = prompt_ids(prompt)

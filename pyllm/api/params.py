@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, ClassVar
 
-from pyllm.api.refuse import Checked
+from pyllm.api.refuse import Checked, shown
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_SAMPLES = 1024
 MAX_WIDTH = MAX_LOGPROBS // 2  # a step of a beam search looks at twice as many tokens as there are beams, as each of them may end
+MAX_REAL, MIN_REAL = (2 - 2**-23) * 2.0**127, 2.0**-126  # of fp32, in which the device keeps all numbers
+_FP32 = f"0, or {MIN_REAL:.2g} to {MAX_REAL:.2g} in magnitude (fp32)"
+MAX_LENGTH_PENALTY = 10.0  # lengths to this power are far inside fp64
 
 HINTS = {
     "beam_search_diversity_rate": "beams are not grouped",
@@ -36,6 +39,17 @@ HINTS = {
 }
 
 
+_SAMPLE = "it takes the likeliest beams; leave that out, or sample: n and best_of without use_beam_search"
+_PLAIN = "it takes the model's logits as they are; leave that out, or use_beam_search"
+UNSEARCHED: dict[str, tuple[Any, str]] = {
+    "temperature": (0, _SAMPLE), "top_k": (0, _SAMPLE), "top_p": (1, _SAMPLE), "min_p": (0, _SAMPLE),
+    "stop": ((), "use stop_token_ids"), "prompt_logprobs": (None, "ask for them with a request of its own"),
+    "repetition_penalty": (1, _PLAIN), "presence_penalty": (0, _PLAIN), "frequency_penalty": (0, _PLAIN), "logit_bias": ((), _PLAIN),
+    "bad": ((), _PLAIN), "bad_token_ids": ((), _PLAIN), "min_tokens": (0, _PLAIN), "logits_processor": ((), _PLAIN),
+}  # fmt: skip
+"""What does not go with a beam search: the value that is none, and what to do instead."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(Checked):
     """temperature: 0 is greedy; None (the default) is greedy too, unless top_k, top_p or min_p is given: then 1.
@@ -54,6 +68,8 @@ class SamplingParams(Checked):
     logprobs, prompt_logprobs: None, or how many likeliest alternatives to report beside each token's own log-probability (0 to 20).
     add_special_tokens: around a prompt given as text. truncate_prompt_tokens: keep so many tokens of the prompt, the last ones.
     detokenize: make text at all. skip_special_tokens: leave them out of the text.
+    Numbers are 0, or from 1.2e-38 to 3.4e38 (fp32) in magnitude; a logit_bias may be infinite. Greedy rows need no seed and no cuts (top_k,
+    top_p, min_p), which are then of no effect; what else would have none is an error.
     """
 
     n: int = 1
@@ -90,8 +106,8 @@ class SamplingParams(Checked):
     HINTS = HINTS
 
     def __post_init__(self) -> None:
-        shaped = any(v is not None for v in (self.top_k, self.top_p, self.min_p))
-        defaults = {"temperature": 1.0 if shaped else 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        cut = any(v is not None for v in (self.top_k, self.top_p, self.min_p)) and self.use_beam_search is not True
+        defaults = {"temperature": 1.0 if cut else 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -109,9 +125,11 @@ class SamplingParams(Checked):
         self._integer("top_k", 0, 2**31 - 1)
         self._real("top_p", "more than 0, at most 1", lambda v: 0 < v <= 1)
         self._real("min_p", "0 to 1", lambda v: 0 <= v <= 1)
-        self._real("repetition_penalty", "more than 0", lambda v: v > 0)
-        for name in ("presence_penalty", "frequency_penalty", "length_penalty"):
+        self._real("repetition_penalty", "a finite number, more than 0", lambda v: v > 0)
+        for name in ("presence_penalty", "frequency_penalty"):
             self._real(name, "a finite number", lambda v: True)
+        most = MAX_LENGTH_PENALTY
+        self._real("length_penalty", f"a number from {-most:g} to {most:g}", lambda v: abs(v) <= most)
         for name in ("seed", "truncate_prompt_tokens", "logprobs", "prompt_logprobs", "best_of"):
             low, high = {"seed": (0, MAX_SEED), "truncate_prompt_tokens": (1, 2**31 - 1), "best_of": (1, MAX_SAMPLES)}.get(
                 name, (0, MAX_LOGPROBS)
@@ -133,7 +151,7 @@ class SamplingParams(Checked):
             self._need(name, isinstance(getattr(self, name), bool), "True or False")
         for processor in self.logits_processor:
             if not callable(processor):
-                raise ValueError(f"SamplingParams: logits_processor holds {processor!r}, expected functions")
+                raise ValueError(f"SamplingParams: logits_processor holds {shown(processor)}, expected functions")
         self._check_pairs()
 
     def _check_pairs(self) -> None:
@@ -149,15 +167,18 @@ class SamplingParams(Checked):
             raise ValueError(f"SamplingParams: n or best_of is {self.samples}, but greedy samples are all alike; set a temperature")
         if self.stop and not self.detokenize:
             raise ValueError("SamplingParams: stop needs the text, but detokenize is False; use stop_token_ids")
+        if not (self.skip_special_tokens or self.detokenize):
+            raise ValueError("SamplingParams: skip_special_tokens is False, but so is detokenize, and there is no text; leave it out")
+        if self.include_stop_str_in_output and not self.stop:
+            where = "a token of stop_token_ids is the last of token_ids, and never in the text"
+            raise ValueError(f"SamplingParams: include_stop_str_in_output is given without stop; {where}")
 
     def _check_beams(self) -> None:
         if not 2 <= self.samples <= MAX_WIDTH:
             raise ValueError(f"SamplingParams: n or best_of is {self.samples}, expected 2 to {MAX_WIDTH} beams with use_beam_search")
-        used = {"a temperature": not self.greedy, "stop": self.stop, "prompt_logprobs": self.prompt_logprobs is not None}
-        used |= {"penalties, logit_bias, bad tokens, min_tokens or a logits_processor": self.shaped or self.bad}
-        for name, given in used.items():
-            if given:
-                raise ValueError(f"SamplingParams: use_beam_search with {name}, expected neither")
+        for name, (off, instead) in UNSEARCHED.items():
+            if getattr(self, name) != off:
+                raise ValueError(f"SamplingParams: use_beam_search with {name}={shown(getattr(self, name))}; {instead}")
 
     @property
     def greedy(self) -> bool:
@@ -183,8 +204,8 @@ class SamplingParams(Checked):
 
     def _real(self, name: str, expected: str, allowed: Callable[[float], bool]) -> None:
         value = getattr(self, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        self._need(name, number and math.isfinite(value) and allowed(value), expected)
+        finite = isinstance(value, (int, float)) and -math.inf < value < math.inf and not isinstance(value, bool)
+        self._need(name, is_real(value) and allowed(value), _FP32 if finite and not is_real(value) else expected)
 
     def _integer(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
@@ -195,7 +216,7 @@ class SamplingParams(Checked):
         texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else () if value is None else (value,)
         for text in texts:
             if not isinstance(text, str) or not text:
-                raise ValueError(f"SamplingParams: {name} holds {text!r}, expected texts that are not empty")
+                raise ValueError(f"SamplingParams: {name} holds {shown(text)}, expected texts that are not empty")
         return texts
 
     def _bias(self) -> tuple[tuple[int, float], ...]:
@@ -205,15 +226,21 @@ class SamplingParams(Checked):
             good = (
                 isinstance(pair, tuple) and len(pair) == 2 and not isinstance(pair[0], bool) and isinstance(pair[0], int) and pair[0] >= 0
             )
-            if not good or isinstance(pair[1], bool) or not isinstance(pair[1], (int, float)) or math.isnan(pair[1]):
-                raise ValueError(f"SamplingParams: logit_bias holds {pair!r}, expected token ids with numbers")
+            if not good or not (is_real(pair[1]) or pair[1] in (math.inf, -math.inf)):
+                raise ValueError(f"SamplingParams: logit_bias holds {shown(pair)}, expected token ids with numbers: infinite, {_FP32}")
         return tuple((t, float(v)) for t, v in pairs)
+
+
+def is_real(value: Any) -> bool:
+    """A number that fp32 holds; 0, or neither too large nor too small for it."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and (value == 0 or MIN_REAL <= abs(value) <= MAX_REAL)
 
 
 def _several(name: str, value: Any) -> tuple:
     if value is not None and not isinstance(value, Iterable):
         raise ValueError(
-            f"SamplingParams: {name} holds {value!r}, expected {'functions' if name == 'logits_processor' else 'token: value'}"
+            f"SamplingParams: {name} holds {shown(value)}, expected {'functions' if name == 'logits_processor' else 'token: value'}"
         )
     return tuple(value or ())
 
@@ -221,11 +248,11 @@ def _several(name: str, value: Any) -> tuple:
 def id_tuple(where: str, ids: Any) -> tuple[int, ...]:
     """Token ids, or one, as a tuple; the error begins with `where`."""
     if not isinstance(ids, Iterable | int):
-        raise ValueError(f"{where} is {ids!r}, expected token ids")
+        raise ValueError(f"{where} is {shown(ids)}, expected token ids")
     values = (ids,) if isinstance(ids, int) else tuple(ids)
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{where} holds {value!r}, expected token ids")
+            raise ValueError(f"{where} holds {shown(value)}, expected token ids")
     return values
 
 
@@ -234,12 +261,30 @@ def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
         return  # all at once: hundreds of prompts may come together, and the GPU waits for the first step
     bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, Integral) or not 0 <= i < vocab]
     if bad:
-        raise ValueError(f"submit: {name} holds {bad[0]!r}, expected token ids from 0 to {vocab - 1}")
+        raise ValueError(f"submit: {name} holds {shown(bad[0])}, expected token ids from 0 to {vocab - 1}")
+
+
+def check_prompt(prompt_token_ids: Any, params: Any, vocab: int, limit: int) -> list[int]:
+    """The prompt's token ids. ValueError for what a model with `vocab` tokens and a context of `limit` could never run."""
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"submit: params is {shown(params)}, expected SamplingParams")
+    if not isinstance(prompt_token_ids, Iterable):
+        raise ValueError(f"submit: the prompt is {shown(prompt_token_ids)}, expected token ids")
+    prompt = list(prompt_token_ids)
+    if not prompt:
+        raise ValueError("submit: the prompt is empty, expected at least one token")
+    if len(prompt) >= limit:
+        raise ValueError(f"submit: the prompt has {len(prompt)} tokens, expected at most {limit - 1} (the context is {limit} positions)")
+    bias = [t for t, _ in params.logit_bias]
+    lists = {"the prompt": prompt, "stop_token_ids": params.stop_token_ids, "bad_token_ids": params.bad_token_ids, "logit_bias": bias}
+    for name, ids in lists.items():
+        check_ids(name, ids, vocab)
+    return prompt if set(map(type, prompt)) == {int} else [int(i) for i in prompt]
 
 
 def check_order(priority: object, salt: object) -> None:
     """ValueError for what would raise only in the engine's thread."""
     if type(priority) is not int:
-        raise ValueError(f"submit: priority is {priority!r}, expected an integer")
+        raise ValueError(f"submit: priority is {shown(priority)}, expected an integer")
     if not isinstance(salt, str) or any("\ud800" <= c <= "\udfff" for c in salt):
-        raise ValueError(f"submit: the cache salt is {salt!r}, expected a text")
+        raise ValueError(f"submit: the cache salt is {shown(salt)}, expected a text")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar
 
+MAX_SECONDS = 1e9
 _ONE_GPU = "one GPU is served"
 LLM_HINTS = dict.fromkeys(
     ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "moe_expert_parallel_size"), _ONE_GPU
@@ -44,6 +46,15 @@ GENERATE_HINTS = {
 }
 
 
+def shown(value: Any) -> str:
+    """What came, in few words: it may be long, and may not even be printable."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def refuse_unknown(owner: str, given: Mapping[str, Any], known: Iterable[str], hints: Mapping[str, str]) -> None:
     """TypeError for the first argument that `owner` does not take: with its hint, or the name that it may have meant."""
     names = list(known)
@@ -69,21 +80,23 @@ class Checked:
 
     def _need(self, name: str, good: bool, expected: str) -> None:
         if not good:
-            raise ValueError(f"{type(self).__name__}: {name} is {getattr(self, name)!r}, expected {expected}")
+            raise ValueError(f"{type(self).__name__}: {name} is {shown(getattr(self, name))}, expected {expected}")
 
 
 def check_llm(watchdog_timeout: Any, sizes: Mapping[str, Any], unused_tokenizer: Any) -> None:
     """Before anything is loaded. sizes: by the names that `LLM` gives them; None is good but for max_batch_size."""
     if unused_tokenizer is not None:
         raise ValueError("LLM: a tokenizer is given beside skip_tokenizer_init=True; leave one of them out")
-    if isinstance(watchdog_timeout, bool) or not isinstance(watchdog_timeout, (int, float)) or not watchdog_timeout > 0:
-        raise ValueError(f"LLM: watchdog_timeout is {watchdog_timeout!r}, expected seconds, more than 0")
+    number = isinstance(watchdog_timeout, (int, float)) and not isinstance(watchdog_timeout, bool)
+    if not number or not (0 < watchdog_timeout <= MAX_SECONDS or watchdog_timeout == math.inf):
+        most = f"more than 0, at most {MAX_SECONDS:g}, or inf"
+        raise ValueError(f"LLM: watchdog_timeout is {shown(watchdog_timeout)}, expected seconds, {most}")
     for name, value in sizes.items():
         if (value is not None or name == "max_batch_size") and (type(value) is not int or value < 1):
-            raise ValueError(f"LLM: {name} is {value!r}, expected an integer, at least 1")
+            raise ValueError(f"LLM: {name} is {shown(value)}, expected an integer, at least 1")
 
 
 def of_type(name: str, value: Any, *kinds: type) -> Any:
     if value is not None and not isinstance(value, kinds):
-        raise ValueError(f"LLM: {name} is {value!r}, expected a {' or '.join(k.__name__ for k in kinds)}")
+        raise ValueError(f"LLM: {name} is {shown(value)}, expected a {' or '.join(k.__name__ for k in kinds)}")
     return value

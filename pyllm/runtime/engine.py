@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pyllm.api.checks import POOL_SHARE, DecoderSpec, check_draft, check_sizes, check_types, grid_of
+from pyllm.api.checks import POOL_SHARE, DecoderSpec, check_draft, check_fits, check_sizes, check_types, grid_of
 from pyllm.api.params import SamplingParams, check_order
 from pyllm.layers.apart import apart
 from pyllm.plan.calibrate import find_scales
@@ -23,6 +23,7 @@ from pyllm.runtime.offload import watched
 from pyllm.runtime.request import Chunk, Request, new_request
 from pyllm.runtime.runner import Flight, Runner
 from pyllm.runtime.schedule import Scheduler
+from pyllm.runtime.shape import SPOILED
 from pyllm.runtime.tape import Tape
 from pyllm.runtime.windows import Windows
 
@@ -140,13 +141,7 @@ class Engine:
         check_order(priority, salt)
         request = new_request(prompt_token_ids, params, self._vocab, self.max_length, self.eos_ids)
         request.priority, request.salt = priority, salt
-        need = self._scheduler.pages_needed(request)
-        if need > self.pool.total:
-            size = self.kv.page_size
-            raise ValueError(
-                f"submit: prompt and max_tokens need {len(request.tokens) - 1} tokens of KV cache ({need} pages), "
-                f"the pool has {self.pool.total * size} ({self.pool.total} pages)"
-            )
+        check_fits(len(request.tokens) - 1, self._scheduler.pages_needed(request), self.pool.total, self.kv.page_size)
         return request
 
     def enqueue(self, request: Request) -> Request:
@@ -223,13 +218,13 @@ class Engine:
         return now - start, moved
 
     def _append(self, request: Request, token: int, now: float) -> None:
-        if token < 0 or token >= self._vocab:
-            return self._fail_sample(request, token)
+        if not 0 <= token < self._vocab:
+            self._fail_sample(request, token)
+            return
         request.token_ids.append(token)
         request.timing.tokens.append(now)
         if token in request.ends or request.watched or len(request.token_ids) == request.limit:
             self._check_end(request, token)
-        return None
 
     def _read_drafts(self, drafts: list[Chunk], tokens: list[int], now: float, moved: list[Request | None]) -> None:
         at = 0
@@ -249,25 +244,22 @@ class Engine:
                 self._scheduler.rows.changed(request, request.token_ids[-1])
 
     def _fail_sample(self, request: Request, token: int) -> None:
-        if request.error is None:  # else its logits_processor has failed
-            own = ", once the request's own changes are applied," * request.params.shaped
-            request.error = f"the model's logits at position {request.length - 1}{own} hold no finite number or a NaN (sampled {token})"
+        own = ", once the request's own changes are applied," * (token == SPOILED)
+        wrong = f"the model's logits at position {request.length - 1}{own} hold no finite number or a NaN (sampled {token})"
+        request.error = request.error or wrong  # of its logits_processor
+        if not own:
             self._scheduler.forget()  # pages of this request may hold what made them so
         self._finish(request, "error")
 
     def _check_end(self, request: Request, token: int) -> None:
         if token in request.ends:
             request.stop_reason = token
-            return self._finish(request, "stop")
-        if request.text is not None:
+        elif request.text is not None:
             request.stop_reason = request.text.find_stop(request.token_ids, request.params.min_tokens)
-            if request.stop_reason is not None:
-                return self._finish(request, "stop")
-        if len(request.token_ids) == request.limit:
-            return self._finish(request, "length")
-        if request.streaming and request.listener is not None:
+        if request.stop_reason is not None or len(request.token_ids) == request.limit:
+            self._finish(request, "length" if request.stop_reason is None else "stop")
+        elif request.streaming and request.listener is not None:
             request.listener(request)
-        return None
 
     def _finish(self, request: Request, reason: str) -> None:
         self._tape.hand_out()

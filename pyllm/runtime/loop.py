@@ -8,6 +8,7 @@ from collections import deque
 
 import torch
 
+from pyllm.api.checks import told
 from pyllm.runtime.engine import Engine
 from pyllm.runtime.request import Request
 from pyllm.runtime.wake import together
@@ -59,7 +60,7 @@ class EngineLoop:
                 torch.cuda.set_device(self._device)  # a thread begins on the first one
             self._serve()
         except BaseException as error:
-            self.closed = f"the engine's thread ended: {type(error).__name__}: {error}"
+            self.closed = f"the engine's thread ended: {told(error)}"
             self._end_all("error", self.closed)
             raise
         finally:
@@ -82,8 +83,8 @@ class EngineLoop:
             try:
                 with together():
                     engine.step()
-            except Exception as error:  # whatever a model raises ends the requests at hand, not the process
-                engine.fail(f"a step of the engine failed: {type(error).__name__}: {error}")
+            except BaseException as error:  # whatever a model raises ends the requests at hand, not the process
+                engine.fail(f"a step of the engine failed: {told(error)}")
             self._step_began = 0.0
         engine.hand_out()
 

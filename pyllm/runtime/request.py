@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pyllm.api.params import SamplingParams, check_ids
+from pyllm.api.params import SamplingParams, check_prompt
 
 if TYPE_CHECKING:
     from pyllm.api.retention import KvCacheRetentionConfig
@@ -149,20 +149,8 @@ class Plan:
 def new_request(prompt_token_ids: Iterable[int], params: SamplingParams | None, vocab: int, limit: int, eos_ids: frozenset[int]) -> Request:
     """A request of a model with `vocab` tokens and a context of `limit`. ValueError for what it could never run."""
     params = SamplingParams() if params is None else params
-    if not isinstance(params, SamplingParams):
-        raise ValueError(f"submit: params is {params!r}, expected SamplingParams")
-    if not isinstance(prompt_token_ids, Iterable):
-        raise ValueError(f"submit: the prompt is {prompt_token_ids!r}, expected token ids")
-    prompt = list(prompt_token_ids)
-    if not prompt:
-        raise ValueError("submit: the prompt is empty, expected at least one token")
-    if len(prompt) >= limit:
-        raise ValueError(f"submit: the prompt has {len(prompt)} tokens, expected at most {limit - 1} (the context is {limit} positions)")
-    bias = [t for t, _ in params.logit_bias]
-    lists = {"the prompt": prompt, "stop_token_ids": params.stop_token_ids, "bad_token_ids": params.bad_token_ids, "logit_bias": bias}
-    for name, ids in lists.items():
-        check_ids(name, ids, vocab)
-    request = Request(-1, prompt if set(map(type, prompt)) == {int} else [int(i) for i in prompt], params)
+    prompt = check_prompt(prompt_token_ids, params, vocab, limit)
+    request = Request(-1, prompt, params)
     request.logprobs = None if params.logprobs is None else []
     request.prompt_logprobs = None if params.prompt_logprobs is None else [None] * len(prompt)
     request.tokens = np.zeros(min(len(prompt) + params.max_tokens, limit), np.int32)

@@ -134,7 +134,7 @@ class Runner:
             return Flight(requests, to_host(self.graphs.run("tokens", n)[:top]))
         logits = self.graphs.run("logits", n)
         padded = [*requests, *[None] * (n - top)]
-        tokens = traits.sample(self._shaper.shape(logits, padded) if traits.shaped else logits, self.rows.sampling(n))
+        tokens = self._shaper.sample(logits, padded, traits, self.rows.sampling(n))
         self.rows.advance(n, tokens)
         if traits.shaped:
             self._shaper.count(torch.arange(top, device=tokens.device), tokens[:top])
@@ -175,7 +175,7 @@ class Runner:
                 self._shaper.admit(chunk.request)
         rows = self._buffers.sampled_rows(step)
         arguments = {} if traits.greedy else self.rows.sampling(rows)
-        tokens = traits.sample(self._shaper.shape(logits, step.requests) if traits.shaped else logits, arguments)
+        tokens = self._shaper.sample(logits, step.requests, traits, arguments)
         self.rows.advance_some(rows, tokens)
         if traits.shaped:
             self._shaper.count(rows, tokens)

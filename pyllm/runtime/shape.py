@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyllm.api.checks import told
 from pyllm.runtime.request import Request
-from pyllm.runtime.sample import to_device
+from pyllm.runtime.sample import Traits, to_device
 
 _BANNED = float("-inf")
+SPOILED = -2  # the token of a row that only the request's own changes have spoiled: what the cache holds is as good as before
 
 
 class Shaper:
@@ -51,6 +53,13 @@ class Shaper:
             at = rows * self._size[1] + tokens.clamp_min(0)
             self._counts.view(-1).index_add_(0, at, torch.ones_like(at, dtype=torch.int32))
 
+    def sample(self, logits: Tensor, requests: Sequence[Request | None], traits: Traits, arguments: dict[str, Tensor]) -> Tensor:
+        """Tokens, of row i as requests[i] asks: -1, or `SPOILED`, of a row without a number to choose."""
+        if not traits.shaped:
+            return traits.sample(logits, arguments)
+        tokens = traits.sample(self.shape(logits, requests), arguments)
+        return tokens.masked_fill_((tokens < 0) & logits.amax(1).isfinite(), SPOILED)
+
     def shape(self, logits: Tensor, requests: Sequence[Request | None]) -> Tensor:
         """fp32 logits, row i changed as requests[i] asks."""
         logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
@@ -67,15 +76,14 @@ class Shaper:
         for i, r in active:
             try:
                 _process(r, logits[i])
-            except Exception as error:  # a caller's own code ends its own request: a row with a NaN is never sampled
-                r.error = f"a logits_processor failed: {type(error).__name__}: {error}"
+            except BaseException as error:  # a caller's own code ends its own request: a row with a NaN is never sampled
+                r.error = f"a logits_processor failed: {told(error)}"
                 logits[i] = torch.nan
         return logits
 
     def _penalize(self, logits: Tensor, active: Sequence[tuple[int, Request]]) -> None:
-        if not active:
+        if not active or self._counts is None or self._prompt is None:
             return
-        assert self._counts is not None and self._prompt is not None
         i, rows = to_device([(i, r.row) for i, r in active], logits.device).unbind(1)
         each = [(r.params.repetition_penalty, r.params.presence_penalty, r.params.frequency_penalty) for _, r in active]
         repetition, presence, frequency = to_device(each, logits.device, torch.float32)[:, :, None].unbind(1)

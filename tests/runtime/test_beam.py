@@ -128,11 +128,23 @@ def test_many_prompts_and_plain_requests_in_one_call(llm) -> None:
     [
         ({"n": 1}, "n or best_of is 1, expected 2 to 10 beams"),
         ({"n": 11}, "n or best_of is 11, expected 2 to 10 beams"),
-        ({"temperature": 0.5}, "use_beam_search with a temperature"),
-        ({"stop": "x"}, "use_beam_search with stop"),
-        ({"repetition_penalty": 1.2}, "use_beam_search with penalties"),
-        ({"bad": "x"}, "use_beam_search with penalties"),
-        ({"prompt_logprobs": 0}, "use_beam_search with prompt_logprobs"),
+        (
+            {"temperature": 0.5},
+            "use_beam_search with temperature=0.5; it takes the likeliest beams; leave that out, or sample",
+        ),
+        ({"top_k": 5}, "use_beam_search with top_k=5; it takes the likeliest beams; leave that out, or sample: n and best_of without"),
+        ({"top_p": 0.9}, "use_beam_search with top_p=0.9; it takes the likeliest beams"),
+        ({"min_p": 0.1}, "use_beam_search with min_p=0.1; it takes the likeliest beams"),
+        ({"stop": "x"}, "use_beam_search with stop=.*; use stop_token_ids"),
+        (
+            {"repetition_penalty": 1.2},
+            "use_beam_search with repetition_penalty=1.2; it takes the model's logits as they are",
+        ),
+        ({"bad": "x"}, "use_beam_search with bad=.*; it takes the model's logits as they are"),
+        ({"min_tokens": 1}, "use_beam_search with min_tokens=1; it takes the model's logits"),
+        ({"prompt_logprobs": 0}, "use_beam_search with prompt_logprobs=0; ask for them with a request of its own"),
+        ({"length_penalty": 1e308}, "length_penalty is 1e\\+308, expected 0, or 1.2e-38 to 3.4e\\+38 in magnitude"),
+        ({"length_penalty": -11}, "length_penalty is -11, expected a number from -10 to 10"),
         ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty or early_stopping is given without use_beam_search"),
     ],
 )
@@ -141,6 +153,12 @@ def test_what_does_not_go_with_it(llm, options, text) -> None:
         SamplingParams(**({"use_beam_search": True, "n": 3} | options))
     with pytest.raises(ValueError, match="LLM.generate_async: a beam search is known at its end alone"):
         llm.generate_async([1, 2], SamplingParams(use_beam_search=True, n=2))
+
+
+def test_cuts_that_cut_nothing_go_with_it(llm) -> None:
+    plain, off = (SamplingParams(use_beam_search=True, n=2, max_tokens=3, **o) for o in ({}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0}))
+    first, second = llm.generate([prompt_of(4)] * 2, [plain, off], use_tqdm=False)
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
 
 
 def test_the_alternatives_that_are_asked_for(llm) -> None:

@@ -71,6 +71,28 @@ def test_the_chat_template(folder) -> None:
         llm.encode_chat([])
 
 
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ("hello", "messages is 'hello', expected a list of objects with role and content"),
+        ({"role": "user", "content": "a"}, "messages is {'role': .*, expected a list"),
+        (None, "messages is None, expected a list"),
+        (["hello"], r"messages\[0\] is 'hello', expected an object with role and content"),
+        ([{"role": "user", "content": "a"}, {"content": "b"}], r"messages\[1\] has the role None, expected a text, as user or assistant"),
+        ([{"role": 5, "content": "b"}], r"messages\[0\] has the role 5, expected a text"),
+        ([{"role": "", "content": "b"}], r"messages\[0\] has the role '', expected a text"),
+        ([{"role": "user"}], r"messages\[0\] has the content None, expected a text or a list of parts \(none beside tool_calls\)"),
+        ([{"role": "user", "content": 5}], r"messages\[0\] has the content 5, expected a text"),
+    ],
+)
+def test_wrong_conversations(folder, messages, text) -> None:
+    with open_tiny(folder) as llm:
+        with pytest.raises(ValueError, match=f"LLM.encode_chat: {text}"):
+            llm.encode_chat(messages)
+        calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {}}]}
+        assert llm.encode_chat(({"role": "user", "content": "a"}, calls))
+
+
 def test_sizes_and_dtypes(folder) -> None:
     config = KvCacheConfig(max_tokens=320, tokens_per_block=32)
     with open_tiny(folder, dtype="bf16", kv_cache_config=config) as llm:

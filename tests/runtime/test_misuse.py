@@ -105,10 +105,10 @@ def test_parameters_that_are_none(params) -> None:
     "params",
     [
         {"logit_bias": dict.fromkeys(range(VOCAB), -math.inf)},
-        {"frequency_penalty": 1e300},
+        {"bad_token_ids": tuple(range(VOCAB))},
         {"logits_processor": lambda ids, x: x * math.nan},
     ],
-    ids=["biases", "penalty", "processor"],
+    ids=["biases", "bad tokens", "processor"],
 )
 def test_logits_that_a_request_has_spoiled_are_not_laid_to_the_model(params) -> None:
     with speaking("ok") as llm:
