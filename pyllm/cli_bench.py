@@ -23,7 +23,10 @@ OutputLen = Annotated[int | None, typer.Option(help="Tokens to generate for each
 NumRequests = Annotated[int | None, typer.Option(help="Requests; default 100 (latency: 10), or the whole dataset.")]
 Warmup = Annotated[int, typer.Option(help="Requests before the measurement.")]
 LoadFormat = Annotated[str, typer.Option(help="auto, or dummy: random weights for the model's config.json.")]
-Quant = Annotated[str | None, typer.Option(help="fp8: quantize all products but the head and routers as they are loaded.")]
+Quant = Annotated[
+    str | None,
+    typer.Option(help="fp8, fp8-block: quantize all products but head and routers as they are loaded; stored: take FP8 as it is stored."),
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the GPU where there is one.")]
 Dtype = Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")]
 MaxBatch = Annotated[int, typer.Option(help="Requests in a step.")]

@@ -56,10 +56,11 @@ def load_parts(
 ) -> Parts:
     """A path or a declaration with its weights (checkpoint name -> tensor), bound on the device. load_format="dummy": random weights.
 
-    quant: as in `bind`, or "fp8": all products but the head and routers. invariant: as in `bind`.
+    quant: as in `bind`, or "fp8", "fp8-block": all products but the head and routers (by blocks, but experts too), or "stored": those that
+    the checkpoint stores in FP8, as it stores them (`as_stored`). invariant: as in `bind`.
     """
     from pyllm.api.dummy import SHAPES, DummyWeights
-    from pyllm.layers import Decoder, bind
+    from pyllm.layers import Decoder, as_stored, bind
     from pyllm.layers.linear import check_plan
     from pyllm.load.staging import on_device
     from pyllm.models import spec_from_config
@@ -84,7 +85,7 @@ def load_parts(
         _check_tied(checkpoint, spec)
     kind = pick_dtype(dtype, where, config)
     source = on_device(weights, where) if weights is not None else DummyWeights(spec, where, kind)
-    plan = quant_plan(quant)
+    plan = as_stored(spec, weights) if quant == "stored" and weights is not None else quant_plan(quant)
     check_plan("LLM", spec, () if isinstance(quant, str) else plan)
     _check_room(name, weight_bytes(spec, kind, plan), kind, where)
     with progress_bar(f"loading {name}", len(source), "tensors", progress) as advance:
@@ -131,10 +132,13 @@ def quant_plan(quant: str | QuantPlan) -> QuantPlan:
         return quant
     from pyllm.layers import Fp8
 
-    if quant != "fp8":
-        raise ValueError(f"quant is {quant!r}, expected 'fp8', or pairs (glob, Format) as in bind")
+    known = {"fp8": Fp8(), "fp8-block": Fp8(granularity="block")}
+    if quant not in known:
+        words = ", ".join(map(repr, known))
+        raise ValueError(f"quant is {quant!r}, expected {words}, 'stored' with a checkpoint, or pairs (glob, Format) as in bind")
     plain = ("*lm_head", "*embed_out", "*.gate", "*.router", "*.shared_expert_gate")  # head and routers: few bytes, and much hangs on them
-    return (*((name, None) for name in plain), ("*", Fp8()))
+    plain += ("*.experts.*",) if quant == "fp8-block" else ()
+    return (*((name, None) for name in plain), ("*", known[quant]))
 
 
 def _check_room(name: str, need: int, dtype: torch.dtype, device: torch.device) -> None:

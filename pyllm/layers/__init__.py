@@ -1,9 +1,11 @@
 """Building blocks of a decoder: frozen declarations, bound to a checkpoint by `bind`. See docs/compose.md."""
 
+from pyllm.layers.as_stored import as_stored
 from pyllm.layers.attention import Attn, KvSlot
 from pyllm.layers.bind import Bound, bind
 from pyllm.layers.decoder import Decoder, Sub, Sum
-from pyllm.layers.formats import Dense, Format, Fp8, QuantPlan
+from pyllm.layers.formats import Dense, Format, QuantPlan
+from pyllm.layers.fp8 import Fp8
 from pyllm.layers.linear import Embedding, Linear
 from pyllm.layers.mla import MLA
 from pyllm.layers.mlp import MLP
@@ -44,6 +46,7 @@ __all__ = [
     "Transform",
     "Weight",
     "Yarn",
+    "as_stored",
     "bind",
     "consecutive",
     "plan",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,19 +37,31 @@ class Env:
     prefix: str = ""
     used: set[str] = field(default_factory=set)
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        wanted, short = name, name.removeprefix(f"{self.prefix}.")
-        names = stored_as(self.state, name)
-        names = stored_as(self.state, short) if names[0] not in self.state else names
+    def held(self, weight: Weight, path: str) -> list[tuple[str, tuple[int, ...] | None]]:
+        """The names that a tensor is made from, with the shapes of those that the checkpoint has."""
+        names = weight.sources(path)
+        found = [next((n for n in (name, name.removeprefix(f"{self.prefix}.")) if n in self.state), None) for name in names]
+        return [(name, None if n is None else tuple(self.state[n].shape)) for name, n in zip(names, found, strict=True)]
+
+    def pass_over(self, weight: Weight, path: str) -> None:
+        """These may be there, and are not needed."""
+        self.used.update(n for name in weight.sources(path) for n in (name, name.removeprefix(f"{self.prefix}.")) if n in self.state)
+
+    def get(self, name: str, shape: tuple[int, ...] | None, as_it_is: bool = False) -> Tensor:
+        """shape: None for any. as_it_is: not expanded."""
+        wanted, short, stored = name, name.removeprefix(f"{self.prefix}."), _itself if as_it_is else stored_as
+        names = stored(self.state, name)
+        names = stored(self.state, short) if names[0] not in self.state else names
         if names[0] not in self.state:
-            raise ValueError(f"checkpoint has no tensor {wanted!r}, which the declaration needs with shape {shape}")
+            with_shape = f" with shape {shape}" if shape is not None else ""
+            raise ValueError(f"checkpoint has no tensor {wanted!r}, which the declaration needs{with_shape}")
         name, first = names[0], names[0] not in self.used
         self.used.update(names)
         t = expand(self.state, names, self.device)
         if not isinstance(t, Tensor) or t.is_meta:
             came = "on the meta device, without values" if isinstance(t, Tensor) else f"a {type(t).__name__}"
             raise ValueError(f"checkpoint tensor {name!r} is {came}, expected a Tensor")
-        if tuple(t.shape) != shape:
+        if shape is not None and tuple(t.shape) != shape:
             raise ValueError(f"checkpoint tensor {name!r} has shape {tuple(t.shape)}, the declaration expects {shape}")
         if self.progress and first:  # several parts may be rows of one tensor
             for stored in names:
@@ -56,10 +69,14 @@ class Env:
         return t
 
     def read(self, weight: Weight, path: str) -> Tensor:
-        t = weight.load(self.get, path, self.rank, self.tp)
+        t = weight.load(partial(self.get, as_it_is=True) if weight.keep else self.get, path, self.rank, self.tp)
         if not weight.keep and t.dtype not in STORED:  # a quantized tensor without its scales would load as noise
             raise ValueError(f"checkpoint tensor {weight.sources(path)[0]!r} is {t.dtype}, expected a plain floating-point type")
         return t.to(self.device, t.dtype if weight.keep else torch.float32 if weight.fp32 else self.dtype).contiguous()
+
+
+def _itself(state: Mapping[str, Tensor], name: str) -> tuple[str, ...]:
+    return (name,)
 
 
 class Bound(nn.Module):

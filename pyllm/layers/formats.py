@@ -7,7 +7,7 @@ A layer never asks which format it has; a format never asks which layer it serve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -23,10 +23,11 @@ from pyllm.ops.gemm import add_streams, norm_streams
 QuantPlan = Sequence[tuple[str, "Format | None"]]
 """Ordered (glob over checkpoint names without suffix, Format); the first match wins; None and no match: the model's dtype."""
 
-GATE_ROWS, GATE_ROWS_FP8 = 512, 1024
+GATE_ROWS = 512
 """Rows of x from which the gate is in the epilogue, which halves the memory in between. In bf16, behind a norm, it is 1.07x, 1.05x and
-1.03x the speed of the product and an op of its own at 512, 1,024 and 4,096 rows of (28672, 4096), 1.05x at 1,024 of (16384, 2048); in
-e4m3 1.04x and 1.05x at 1,024 and 4,096 rows of the former, 0.96x at 1,024 of the latter."""
+1.03x the speed of the product and an op of its own at 512, 1,024 and 4,096 rows of (28672, 4096), 1.05x at 1,024 of (16384, 2048)."""
+WRITE_ROWS = 256
+"""Rows of x from which a product writes e4m3 for the next one, whose scale is given."""
 
 
 class Format:
@@ -37,13 +38,20 @@ class Format:
     experts_op: str = "moe_experts"  # torch.ops.pyllm.<op> of `experts`
     expert_extras: bool = False  # `experts` takes biases and a clamp
     quantizes: str = ""  # torch.ops.pyllm.<op> that turns x into what `op` multiplies; "": x as it is
-    takes_e4m3: bool = False  # multiplies e4m3 rows with a scale each (`matmul_e4m3`), which a norm or an activation can give
+    takes_e4m3: bool = False  # multiplies e4m3 rows with a scale each or one (`matmul_e4m3`), which a norm or an activation can give
     multiple: int = 1  # rows and columns of what it multiplies are multiples of it
     granule: int = 0  # `matmul` heeds m.invariant where K and N are multiples of it; 0: never
+    static: bool = False  # multiplies rows quantized with the one scale that `given` has
+    no_experts: str | None = None  # why there is no `experts`, said when such a product is bound
 
     def tensors(self, weight: Weight) -> dict[str, Weight]:
         """attribute -> what to read, given the plain weight `[N, K]` (its parts, sharding and names)."""
         raise TypeError(f"{type(self).__name__} has no tensors()")
+
+    def reads(self, weight: Weight, held: Callable[[Weight], list[tuple[str, tuple[int, ...] | None]]]) -> dict[str, Weight]:
+        """`tensors`, where that depends on what the checkpoint has: held gives the names that a Weight is made from, with the shape of
+        those that are there."""
+        return self.tensors(weight)
 
     def finish(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Repack once, after loading and sharding; returns what the module keeps."""
@@ -70,8 +78,20 @@ class Format:
         raise TypeError(f"{type(self).__name__} has no matmul_normed()")
 
     def matmul_e4m3(self, m: Any, q: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """q `[T, K] e4m3 with scale `[T]` -> `[T, N]` of dtype."""
+        """q `[T, K]` e4m3 with scale `[T]`, or `[1]` for all -> `[T, N]` of dtype."""
         raise TypeError(f"{type(self).__name__} has no matmul_e4m3()")
+
+    def given(self, m: Any) -> Tensor | None:
+        """The scale `[1]` with which the product's input is quantized; None: each row has its own."""
+        return None
+
+    def writes(self, rows: int, n: int, k: int, dtype: torch.dtype, device: str, gated: bool) -> bool:
+        """Whether, for so many rows of x, `matmul_to_e4m3` is there and faster than the product and a quantizing op."""
+        return False
+
+    def matmul_to_e4m3(self, m: Any, x: Any, bias: Tensor | None, out_scale: Tensor, act: str, gated: bool) -> Tensor:
+        """`act` of the product, or `act(gate) * up`, as e4m3 with the scale `[1]`. x: rows, or the pair of e4m3 rows and their scales."""
+        raise TypeError(f"{type(self).__name__} has no matmul_to_e4m3()")
 
     def experts(self, w13: Any, w2: Any, x: Tensor, ids: Tensor, weights: Tensor, act: str, **extras: Any) -> Tensor:
         """The routed gated MLPs of a MoE layer over two stacked Linears of this format. extras, where `expert_extras`: w13_bias, w2_bias,
@@ -122,6 +142,13 @@ class Dense(Format):
         norm = x.norm
         return ops.norm_linear(x.residual, norm.weight, norm.spec.eps, m.weight, bias, act=gate, gated=gate is not None)
 
+    def writes(self, rows: int, n: int, k: int, dtype: torch.dtype, device: str, gated: bool) -> bool:
+        mine = dtype == torch.bfloat16 and self.dtype in (None, dtype) and device == "cuda"
+        return mine and rows >= WRITE_ROWS and n % (32 if gated else 16) == 0 and k % 8 == 0
+
+    def matmul_to_e4m3(self, m: Any, x: Any, bias: Tensor | None, out_scale: Tensor, act: str, gated: bool) -> Tensor:
+        return ops.linear_e4m3(x, m.weight, out_scale, bias, act=act, gated=gated)
+
     def matmul(self, m: Any, x: Tensor, bias: Tensor | None, gate: str | None = None, residual: Tensor | None = None) -> Tensor:
         if gate is not None:
             return ops.dense_linear(x, m.weight, bias, act=gate, gated=True)
@@ -134,59 +161,14 @@ class Dense(Format):
 
     def experts(self, w13: Any, w2: Any, x: Tensor, ids: Tensor, weights: Tensor, act: str, **extras: Any) -> Tensor:
         dtype = w13.weight.dtype
-        return ops.moe_experts(x.to(dtype), w13.weight, w2.weight, ids, weights, act, **_biases_as(dtype, extras)).to(x.dtype)
+        return ops.moe_experts(x.to(dtype), w13.weight, w2.weight, ids, weights, act, **biases_as(dtype, extras)).to(x.dtype)
 
     def weight_bytes(self, n: int, k: int) -> int:
         return n * k * (4 if self.dtype is torch.float32 else 2)
 
 
-@dataclass(frozen=True)
-class Fp8(Format):
-    """e4m3 with one scale per output channel, quantized at bind time from a plain checkpoint; activations e4m3 with one scale per token.
-
-    N and K of the product are multiples of 16. An fp32 model's products are rounded to bf16.
-    """
-
-    name = "fp8"
-    op = "linear_fp8"
-    quantizes = "quantize_fp8"
-    takes_e4m3 = True
-    multiple = granule = 16
-    experts_op = "fused_experts"
-    expert_extras = True
-
-    def tensors(self, weight: Weight) -> dict[str, Weight]:
-        return {"weight": replace(weight, fp32=True)}
-
-    def finish(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        rows = tensors["weight"]  # of a stack of experts: [E, N, K]
-        weight, scale = ops.quantize_fp8(rows.flatten(0, -2), "token")
-        return {"weight": weight.view(rows.shape), "weight_scale": scale.view(rows.shape[:-1])}
-
-    def matmul(self, m: Any, x: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
-        return self.matmul_e4m3(m, *ops.quantize_fp8(x, "token"), bias, x.dtype, gate)
-
-    def gates(self, rows: int, n: int, k: int, dtype: torch.dtype, device: str) -> bool:
-        return rows >= GATE_ROWS_FP8 and n % 16 == 0
-
-    def matmul_e4m3(self, m: Any, q: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype, gate: str | None = None) -> Tensor:
-        half = torch.bfloat16 if dtype == torch.float32 else dtype
-        linear = invariant.invariant_linear_fp8 if m.invariant else ops.linear_fp8
-        bias = None if bias is None else bias.to(half)
-        if gate is not None:
-            return ops.linear_fp8(q, m.weight, scale, m.weight_scale, bias, half, act=gate, gated=True).to(dtype)
-        return linear(q, m.weight, scale, m.weight_scale, bias, half).to(dtype)
-
-    def experts(self, w13: Any, w2: Any, x: Tensor, ids: Tensor, weights: Tensor, act: str, **extras: Any) -> Tensor:
-        half = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
-        scales = {"w13_scale": w13.weight_scale, "w2_scale": w2.weight_scale}
-        return ops.fused_experts(x.to(half), w13.weight, w2.weight, ids, weights, act, **scales, **_biases_as(half, extras)).to(x.dtype)
-
-    def weight_bytes(self, n: int, k: int) -> int:
-        return n * k + 4 * n
-
-
-def _biases_as(dtype: torch.dtype, extras: dict[str, Any]) -> dict[str, Any]:
+def biases_as(dtype: torch.dtype, extras: dict[str, Any]) -> dict[str, Any]:
+    """The extras of `experts` with their tensors in the dtype of the products."""
     return {name: value.to(dtype) if isinstance(value, Tensor) else value for name, value in extras.items()}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyllm import ops
 from pyllm.layers.formats import Format, QuantPlan, resolve
-from pyllm.layers.inputs import Gated, Pending, Summed
+from pyllm.layers.inputs import Gated, Pending, Rounded, Summed
 from pyllm.layers.norm import Normed
 from pyllm.layers.spec import Part, Spec, Split, Transform, Weight, groups, join, need_sizes, walk
 
@@ -100,7 +100,11 @@ class Linear(Spec):
         weights = self.weights()
         m.format = resolve(self.names(m.path), env.quant)
         m.sizes = weights["weight"].sizes(env.tp, m.path)
-        wanted = m.format.tensors(weights["weight"])
+        if self.experts and m.format.no_experts:
+            raise ValueError(f"quant plan: {self.names(m.path)[0]}: {m.format.no_experts}")
+        wanted = m.format.reads(weights["weight"], lambda w: env.held(w, m.path))
+        if not m.format.static:
+            env.pass_over(replace(weights["weight"], suffix="input_scale"), m.path)
         if (self.transform or self.stacked) and any(w.row_pack * w.col_pack > 1 for w in wanted.values()):
             needs = self.transform.name if self.transform else "stacked"
             raise ValueError(f"quant plan: {self.names(m.path)[0]} needs {needs}, which the packed format {m.format.name} lacks")
@@ -118,7 +122,7 @@ class Linear(Spec):
         bias = m.bias if self.bias and (self.tp != "row" or m.rank == 0) else None
         if isinstance(x, Pending):
             if m.fuse and m.format.takes_e4m3:
-                return m.format.matmul_e4m3(m, *x.e4m3(), bias, x.dtype)
+                return m.format.matmul_e4m3(m, *x.e4m3(m.format.given(m)), bias, x.dtype)
             if self._norms(m, x):
                 return m.format.matmul_normed(m, x, bias)
             x = x.tensor()
@@ -140,14 +144,35 @@ class Linear(Spec):
             x = rows
         return m(x)
 
-    def gated(self, m: Any, x: Tensor | Pending, act: str) -> Gated:
-        """The product's rows `[gate | up]`, or their `act(gate) * up` where the format's kernel does that for so many rows."""
+    def activated(self, m: Any, x: Tensor | Pending, act: str, then: Any) -> Tensor | Pending:
+        """`act` of the product, for the product `then` alone: e4m3 with the scale that it asks for where the format's kernel gives that."""
+        written = self._written(m, x, act, then, False)
+        return ops.act(self.forward(m, x), act) if written is None else written
+
+    def _written(self, m: Any, x: Tensor | Pending, act: str, then: Any, gated: bool) -> Rounded | None:
+        scale = then.format.given(then) if m.fuse and then is not None else None
+        if scale is None:
+            return None
+        if not m.format.writes(x.shape[0], sum(m.sizes), x.shape[1], x.dtype, x.device.type, gated):
+            return None
+        given: Any = x.tensor() if isinstance(x, Pending) and not m.format.takes_e4m3 else x
+        if isinstance(given, Pending):
+            given = given.e4m3(m.format.given(m))
+        return Rounded(m.format.matmul_to_e4m3(m, given, m.bias if self.bias else None, scale, act, gated), scale, x.dtype)
+
+    def gated(self, m: Any, x: Tensor | Pending, act: str, then: Any = None) -> Pending:
+        """The product's rows `[gate | up]`, or their `act(gate) * up` where the format's kernel does that for so many rows; then: the only
+        product that reads it."""
         if not m.fuse:
             return Gated(self.forward(m, x), act)
+        written = self._written(m, x, act, then, True)
+        if written is not None:
+            return written
         if self._norms(m, x, gated=True):
             return Gated(m.format.matmul_normed(m, x, m.bias if self.bias else None, act), act, True)
         e4m3 = isinstance(x, Pending) and m.format.takes_e4m3
-        rows = x.e4m3() if e4m3 else (x.tensor() if isinstance(x, Pending) else x,)  # type: ignore[union-attr]
+        given = m.format.given(m) if e4m3 else None
+        rows = x.e4m3(given) if e4m3 else (x.tensor() if isinstance(x, Pending) else x,)  # type: ignore[union-attr]
         done = m.format.gates(len(rows[0]), sum(m.sizes), rows[0].shape[1], x.dtype, rows[0].device.type)
         product, rest = (m.format.matmul_e4m3, (x.dtype,)) if e4m3 else (m.format.matmul, ())
         y = product(m, *rows, m.bias if self.bias else None, *rest, **({"gate": act} if done else {}))

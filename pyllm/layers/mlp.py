@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from pyllm import ops
 from pyllm.layers.inputs import Summed
 from pyllm.layers.linear import Linear
 from pyllm.layers.norm import Normed
@@ -55,5 +54,5 @@ class MLP(Spec):
         }
 
     def forward(self, m: Any, x: Tensor | Normed, b: Batch) -> Tensor | Summed:
-        h = m.up.spec.gated(m.up, x, self.act) if self.gated else ops.act(m.up(x), self.act)
+        h = m.up.spec.gated(m.up, x, self.act, m.down) if self.gated else m.up.spec.activated(m.up, x, self.act, m.down)
         return m.down.spec.into(m.down, h, x)

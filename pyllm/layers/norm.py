@@ -26,7 +26,7 @@ class RMSNorm(Spec):
     """`y = x / sqrt(mean(x^2) + eps) * w`; plus_one: the checkpoint stores w - 1 (Gemma). w is kept in fp32; fp32 inside, one rounding.
 
     Called with a residual, adds x to it in place first and normalises the sum: one op. With quant="token" the result is e4m3 rows and
-    their scales, in the same op.
+    their scales, with "static" e4m3 rows of the given scale, in the same op.
     stored=False: the checkpoint has no w, which is 1.
     unit: the row is cut over the ranks in units of so many values, as in `Part` (None: each rank has all of it); who holds it sums the
     squares over the ranks.
@@ -56,8 +56,8 @@ class RMSNorm(Spec):
         change = Transform.PLUS_ONE if self.plus_one else None
         return {"weight": Weight((part,), shard="col" if self.unit else None, transform=change, fp32=True)}
 
-    def forward(self, m: Any, x: Tensor, residual: Tensor | None = None, quant: str | None = None) -> Any:
-        return ops.rms_norm(x, m.weight, self.eps, residual, quant)
+    def forward(self, m: Any, x: Tensor, residual: Tensor | None = None, quant: str | None = None, scale: Tensor | None = None) -> Any:
+        return ops.rms_norm(x, m.weight, self.eps, residual, quant, scale)
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ class LayerNorm(Spec):
             {"bias": Weight(part, suffix="bias", fp32=True)} if self.bias else {}
         )
 
-    def forward(self, m: Any, x: Tensor, residual: Tensor | None = None, quant: str | None = None) -> Any:
+    def forward(self, m: Any, x: Tensor, residual: Tensor | None = None, quant: str | None = None, scale: Tensor | None = None) -> Any:
         if self.heads:
             rows = F.layer_norm(x.float().unflatten(-1, (-1, self.d)), (self.d,), eps=self.eps)
             return (rows * m.weight).flatten(-2).to(x.dtype)
-        return ops.layer_norm(x, m.weight, m.bias if self.bias else None, self.eps, residual, quant)
+        return ops.layer_norm(x, m.weight, m.bias if self.bias else None, self.eps, residual, quant, scale)
 
 
 Norm = RMSNorm | LayerNorm
@@ -110,9 +110,10 @@ class Normed(Pending):
 
     def __init__(self, residual: Tensor, norm: Any = None, delta: Tensor | None = None) -> None:
         self.residual, self.norm, self.delta, self.dtype = residual, norm, delta, residual.dtype
+        self.shape, self.device = residual.shape, residual.device
         self.open = False  # a body's last product may add to the residual itself, and give the sum as a `Summed`
         self._value: Tensor | None = None
-        self._e4m3: tuple[Tensor, Tensor] | None = None
+        self._e4m3: tuple[Tensor, Tensor, Tensor | None] | None = None  # and the scale that was asked for
 
     def tensor(self) -> Tensor:
         if self._value is None:
@@ -125,15 +126,19 @@ class Normed(Pending):
                 self._value, self.delta = self.norm(self.delta, self.residual), None
         return self._value
 
-    def e4m3(self) -> tuple[Tensor, Tensor]:
-        if self._value is not None or self.norm is None:
-            return super().e4m3()
-        if self._e4m3 is None:
-            if self.delta is None:
-                self._e4m3 = self.norm(self.residual, None, "token")
-            else:
-                self._e4m3, self.delta = self.norm(self.delta, self.residual, "token"), None
-        return self._e4m3
+    def e4m3(self, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self._e4m3 is not None and self._e4m3[2] is scale:
+            return self._e4m3[:2]
+        if self._value is not None or self.norm is None or self._e4m3 is not None:
+            return super().e4m3(scale)
+        quant = "token" if scale is None else "static"
+        if self.delta is None:
+            found = self.norm(self.residual, None, quant, scale)
+        else:
+            found, self.delta = self.norm(self.delta, self.residual, quant, scale), None
+        rows, own = found if scale is None else (found, scale)
+        self._e4m3 = rows, own, scale
+        return rows, own
 
     @property
     def unread(self) -> bool:

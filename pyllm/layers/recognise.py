@@ -10,7 +10,8 @@ import torch
 
 from pyllm.layers.attention import Attn
 from pyllm.layers.decoder import Decoder
-from pyllm.layers.formats import Dense, Format, Fp8
+from pyllm.layers.formats import Dense, Format
+from pyllm.layers.fp8 import Fp8
 from pyllm.layers.linear import Linear
 from pyllm.layers.mlp import MLP
 from pyllm.layers.norm import RMSNorm
@@ -49,7 +50,7 @@ def rows_served(spec: Decoder) -> int:
 def rows_ahead(spec: Decoder, formats: Formats) -> int:
     """Sequences of a step up to which one kernel is measured faster, of a declaration that is served."""
     path, linear = next((path, s) for path, s in walk(spec) if isinstance(s, Linear) and s is not spec.head)
-    if type(formats(path, linear)) is Fp8:
+    if formats(path, linear) == Fp8():
         return 0
     ahead = next((rows for width, rows in AHEAD if spec.embed.d <= width), 0)
     return min(ahead, rows_served(spec))
@@ -117,7 +118,7 @@ def _formats(spec: Decoder, formats: Formats) -> Iterator[str]:
                 yield f"the head is {fmt.name}{' with a bias' if linear.bias else ''}, expected bf16 without one"
             continue
         first = first or fmt
-        if not (plain or type(fmt) is Fp8) or type(fmt) is not type(first):
+        if not (plain or fmt == Fp8()) or type(fmt) is not type(first):
             yield f"{path}: the weights are {fmt.name}, expected all layers in bf16, or all in fp8"
 
 

@@ -104,17 +104,36 @@ def _head_dim(config: Mapping[str, Any], c: SimpleNamespace, read: set[str]) -> 
 
 
 def _check_stored(q: Any) -> None:
-    """What `bind` expands as it reads: MXFP4 blocks, and e4m3 with a scale for each 128 x 128 block. Anything else is refused."""
+    """What `bind` reads: MXFP4 blocks, and e4m3 with scales per tensor, output channel or 128 x 128 block. Anything else is refused."""
     if not q:
         return
     method = q.get("quant_method") if isinstance(q, dict) else None
-    e4m3 = method == "fp8" and q.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
-    if method == "mxfp4" or (e4m3 and q.get("weight_block_size") == [128, 128]):
+    if method == "mxfp4" or (isinstance(q, dict) and _stored_e4m3(q)):
         return
-    known = "mxfp4, and fp8 with weight_block_size [128, 128]"
+    known = "mxfp4, and fp8 with scales per tensor, channel or [128, 128] block (fp8, compressed-tensors, modelopt)"
     raise ValueError(
         f"config: quantization_config is set (quant_method {method!r}); stored quantized only {known} are read: use the plain one"
     )
+
+
+def _stored_e4m3(q: dict[str, Any]) -> bool:
+    method = q.get("quant_method")
+    if method == "fp8":
+        return q.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn") and q.get("weight_block_size") in (None, [128, 128])
+    if method == "modelopt":
+        return str(q.get("quant_algo")).upper() in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
+    groups = q.get("config_groups")
+    if method != "compressed-tensors" or not isinstance(groups, dict):
+        return False
+    weights = [g.get("weights") if isinstance(g, dict) else None for g in groups.values()]
+    return bool(weights) and all(_float8(w) for w in weights)
+
+
+def _float8(weights: Any) -> bool:
+    kinds, blocks = ("tensor", "channel", "block"), (None, [128, 128])
+    if not isinstance(weights, dict) or weights.get("num_bits") != 8 or weights.get("type") != "float":
+        return False
+    return weights.get("strategy") in kinds and weights.get("block_structure") in blocks
 
 
 def expect(c: SimpleNamespace, **fields: Any) -> None:

@@ -10,6 +10,8 @@ from pyllm.ops.arguments import checked
 from pyllm.ops.attention import composed_attention, paged_attention
 from pyllm.ops.decode import decode_attention, merge_states
 from pyllm.ops.dense import dense_linear, linear_fp8, linear_int8
+from pyllm.ops.dense_e4m3 import linear_e4m3
+from pyllm.ops.dense_norm import linear_normed, linear_squares
 from pyllm.ops.experts import fused_experts
 from pyllm.ops.fused import act, act_mul, act_mul_fp8, embed_tokens, softcap
 from pyllm.ops.gemm import linear, norm_linear
@@ -38,8 +40,11 @@ __all__ = [
     "fused_experts",
     "layer_norm",
     "linear",
+    "linear_e4m3",
     "linear_fp8",
     "linear_int8",
+    "linear_normed",
+    "linear_squares",
     "merge_states",
     "moe_experts",
     "norm_linear",

@@ -13,11 +13,8 @@ import torch
 from pyllm.ops.norm import MAX_N, QUANT
 from pyllm.ops.registry import check, define
 
-ACTS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
-"""Names of the activations and their numbers in the op schemas."""
-
-MAX_VOCAB = 2**27
-"""Columns of softcap at most."""
+ACTS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}  # names and their numbers in the op schemas
+MAX_VOCAB = 2**27  # columns of softcap at most
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -92,21 +89,23 @@ def act_mul(x: torch.Tensor, act: str = "silu") -> torch.Tensor:
     return torch.ops.pyllm.act_mul(x, _act_number("act_mul", act))
 
 
-def act_mul_fp8(x: torch.Tensor, act: str = "silu") -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 rows of a gated activation: `quantize_fp8(act_mul(x, act), "token")` in one op, with the same bits.
+def act_mul_fp8(x: torch.Tensor, act: str = "silu", scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 rows of a gated activation: `quantize_fp8(act_mul(x, act), "token")` in one op, with the same bits; or with a given scale.
 
     Args:
         x: `[T, 2F]` rows as in `act_mul`; F up to 32768.
         act: one of `ACTS`.
+        scale: fp32 `[1]` on the device: of all rows, as in `quantize_fp8` mode static.
 
     Returns:
-        q `[T, F]` e4m3, contiguous, and the dequantisation scale of each row, fp32 `[T]`. The activation is rounded to x.dtype first, as
-        `act_mul` does; scale and rounding are those of `quantize_fp8`.
+        q `[T, F]` e4m3, contiguous, and the dequantisation scale of each row, fp32 `[T]`, or the given one. The activation is rounded to
+        x.dtype first, as `act_mul` does; scale and rounding are those of `quantize_fp8`.
 
     Raises:
         ValueError (RuntimeError on CUDA): wrong number of dimensions, dtype, width, alignment or activation.
     """
-    return torch.ops.pyllm.act_mul_fp8(x, _act_number("act_mul_fp8", act))
+    number = _act_number("act_mul_fp8", act)
+    return torch.ops.pyllm.act_mul_fp8(x, number) if scale is None else (torch.ops.pyllm.act_mul_fp8_static(x, number, scale), scale)
 
 
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
@@ -195,9 +194,13 @@ def _act_mul_fake(x: torch.Tensor, act: int) -> torch.Tensor:
     return x.new_empty((x.shape[0], x.shape[1] // 2))
 
 
-def _check_act_mul_fp8(x: torch.Tensor, act: int) -> None:
-    _check_act("act_mul_fp8", x, act, 16)
-    check(x.shape[1] <= 2 * MAX_N, "act_mul_fp8", "x", f".size(1) is {x.shape[1]}, expected at most {2 * MAX_N}")
+def _check_act_mul_fp8(x: torch.Tensor, act: int, scale: torch.Tensor | None = None) -> None:
+    op = "act_mul_fp8" if scale is None else "act_mul_fp8_static"
+    _check_act(op, x, act, 16)
+    check(x.shape[1] <= 2 * MAX_N, op, "x", f".size(1) is {x.shape[1]}, expected at most {2 * MAX_N}")
+    if scale is not None:
+        came = f"is {dtype_names((scale.dtype,))} {list(scale.shape)}, expected float32 [1]"
+        check(scale.dtype == torch.float32 and scale.shape == (1,), op, "scale", came)
 
 
 def _act_mul_fp8_reference(x: torch.Tensor, act: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,10 +208,15 @@ def _act_mul_fp8_reference(x: torch.Tensor, act: int) -> tuple[torch.Tensor, tor
     return torch.ops.pyllm.quantize_fp8(_act_mul_reference(x, act), QUANT["token"])
 
 
-def _act_mul_fp8_fake(x: torch.Tensor, act: int) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_act_mul_fp8(x, act)
+def _act_mul_fp8_fake(x: torch.Tensor, act: int, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_act_mul_fp8(x, act, scale)
     rows = x.shape[0]
     return x.new_empty((rows, x.shape[1] // 2), dtype=torch.float8_e4m3fn), x.new_empty(rows, dtype=torch.float32)
+
+
+def _act_mul_fp8_static_reference(x: torch.Tensor, act: int, scale: torch.Tensor) -> torch.Tensor:
+    _check_act_mul_fp8(x, act, scale)
+    return torch.ops.pyllm.quantize_fp8(_act_mul_reference(x, act), QUANT["static"], scale)[0]
 
 
 def _check_softcap(x: torch.Tensor, cap: float) -> None:
@@ -267,6 +275,13 @@ define(
     public="pyllm.ops.fused.act_mul_fp8",
     reference=_act_mul_fp8_reference,
     fake=_act_mul_fp8_fake,
+)
+define(
+    "act_mul_fp8_static(Tensor x, int act, Tensor scale) -> Tensor",
+    stem="fused/act_mul_fp8",
+    public="pyllm.ops.fused.act_mul_fp8",
+    reference=_act_mul_fp8_static_reference,
+    fake=lambda x, act, scale: _act_mul_fp8_fake(x, act, scale)[0],
 )
 define(
     "softcap(Tensor x, float cap) -> Tensor",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pyllm.layers.attention import Attn
-from pyllm.layers.decoder import Sub, Sum
+from pyllm.layers.decoder import Sum
 from pyllm.layers.formats import Dense, Format, QuantPlan, resolve
 from pyllm.layers.linear import Linear
 from pyllm.layers.mla import MLA
@@ -20,6 +20,7 @@ from pyllm.layers.norm import LayerNorm, RMSNorm
 from pyllm.layers.spec import Spec, nodes, path_of
 from pyllm.ops.attention import attention_kernel
 from pyllm.ops.gemm import dense_wins, streams
+from pyllm.ops.norm import GROUP
 from pyllm.ops.registry import OPS
 from pyllm.plan import fusions
 from pyllm.plan.gpus import GPUS, Gpu
@@ -91,8 +92,11 @@ def _(spec: Linear, ctx: Context, path: str) -> Iterator[Row]:
     yield from linear_rows(spec, ctx, path)
 
 
-def linear_rows(spec: Any, ctx: Context, path: str, given: bool = False, norm: bool = False, act: str = "") -> Iterator[Row]:
-    """given: the op that computed the input has already rounded it to what the format multiplies. norm, act: inside the product."""
+def linear_rows(
+    spec: Any, ctx: Context, path: str, given: bool = False, norm: bool = False, act: str = "", gated: bool = True, to: str = ""
+) -> Iterator[Row]:
+    """given: the op that computed the input has already rounded it to what the format multiplies. norm, act: inside the product, the latter
+    with a gate or alone. to: the product gives "e4m3"."""
     w = spec.weights()["weight"]
     n, k = sum(w.sizes(ctx.tp, path)), w.local_cols(ctx.tp, path) or 0
     fmt = resolve(spec.names(path), ctx.quant)
@@ -101,14 +105,20 @@ def linear_rows(spec: Any, ctx: Context, path: str, given: bool = False, norm: b
     if fmt.quantizes:
         item = 1
     if fmt.quantizes and not given:
-        yield ctx.row(path, f"{what} input", fmt.quantizes, ctx.tokens * (k * (ctx.item + item) + 4), 0, f"{k}", _label(fmt))
+        scales = 4 if fmt.takes_e4m3 else 4 * -(-k // GROUP)
+        yield ctx.row(path, f"{what} input", fmt.quantizes, ctx.tokens * (k * (ctx.item + item) + scales), 0, f"{k}", _label(fmt))
     moved = ctx.weight_bytes(fmt, n, k) + ctx.tokens * (n * ctx.item + k * item)
     tags = f"{n}x{k}" + (f" {spec.tp}" if spec.tp and ctx.tp > 1 else "") + (" +bias" if spec.bias else "")
     row = ctx.row(path, what, fmt.op, moved, 2 * ctx.tokens * n * k, tags, _label(fmt))
     skinny = fmt.op == "linear" and ctx.item == 2 and k % 8 == 0 and streams(ctx.tokens, n, k)
     dense = fmt.op == "linear" and ctx.item == 2 and k % 8 == 0 and n % 8 == 0 and dense_wins(ctx.tokens, n, k)
     row = replace(row, kernel=f"csrc/gemm/{'skinny' if skinny else 'dense'}_linear") if skinny or dense else row
-    if act:
+    if to:
+        columns = n // 2 if gated else n
+        named = f"{what}, {act} * up to fp8" if gated else f"{what}, {act} to fp8"
+        moved = row.bytes - ctx.tokens * (n * ctx.item - columns)
+        row = replace(row, what=named, op="linear_e4m3", kernel="csrc/gemm/dense_e4m3", bytes=moved)
+    elif act:
         own = {"linear_fp8": ("linear_fp8_gated", "csrc/gemm/dense_fp8")}.get(fmt.op, ("dense_linear", "csrc/gemm/dense_linear"))
         row = replace(row, what=f"{what}, {act} * up", op=own[0], kernel=own[1], bytes=row.bytes - ctx.tokens * n // 2 * ctx.item)
     if norm:
@@ -211,12 +221,18 @@ def _(spec: MLP, ctx: Context, path: str) -> Iterator[Row]:
     norm = fusions.norms(inner["up"], ctx, path, spec.gated)
     gate = spec.gated and (norm or fusions.gates(inner["up"], ctx, path))
     first = replace(ctx, open=False)
+    if fusions.writes(inner["up"], inner["down"], ctx, path, spec.gated):
+        ready = fusions.normed_e4m3(spec, ctx, path)
+        yield from linear_rows(inner["up"], first, path, ready, act=spec.act, gated=spec.gated, to="e4m3")
+        yield from linear_rows(inner["down"], ctx, path, True)
+        return
     yield from linear_rows(inner["up"], first, path, fusions.normed_e4m3(spec, ctx, path), norm, spec.act if gate else "")
     if gate:
         yield from linear_rows(inner["down"], ctx, path)
         return
     fp8 = spec.gated and fusions.takes_e4m3(inner["down"], ctx, path)
-    op, read = ("act_mul_fp8" if fp8 else "act_mul", 2) if spec.gated else ("act", 1)
+    static = "_static" if fp8 and fusions.static(inner["down"], ctx, path) else ""
+    op, read = (f"act_mul_fp8{static}" if fp8 else "act_mul", 2) if spec.gated else ("act", 1)
     written = ff + 4 if fp8 else ff * ctx.item
     yield ctx.row(path, spec.act + (" * up" if spec.gated else ""), op, ctx.tokens * (ff * read * ctx.item + written), 0, f"{ff}")
     yield from linear_rows(inner["down"], ctx, path, fp8)
@@ -264,30 +280,3 @@ def product(shape: tuple[int, ...]) -> int:
 
 def _label(fmt: Format) -> str:
     return "" if fmt == Dense() else fmt.name
-
-
-def edge_rows(ctx: Context, d: int, prev: Sub | None, pre: Any, at: str, fp8: bool = False) -> Iterator[Row]:
-    """The join between two steps; the same rule as `Decoder.forward`. prev=None: nothing is left to add. fp8: the norm gives e4m3 rows."""
-    one = ctx.tokens * d * ctx.item
-    if prev and ctx.tp > 1 and prev.body.partial:
-        yield ctx.row(at, "sum over ranks", "all_reduce", 2 * one * (ctx.tp - 1) / ctx.tp)
-    if prev and prev.post:
-        yield ctx.row(at, "post_norm", _norm_op(prev.post), 2 * one + 4 * d)
-    if prev and prev.scale != 1.0:
-        yield ctx.row(at, f"scale {prev.scale:g}", "mul", 2 * one)
-    norms = pre if isinstance(pre, tuple) else (pre,)
-    if prev and not ctx.fuse and norms[0] is not None:
-        yield ctx.row(at, "add", "add", 3 * one)
-    for i, norm in enumerate(norms):
-        if norm is None:
-            if prev:
-                yield ctx.row(at, "add", "add", 3 * one)
-        else:
-            added = prev and i == 0 and ctx.fuse
-            what = ("add+norm" if added else "norm") + (" to fp8" if fp8 else "")
-            written = ctx.tokens * (d + 4) if fp8 else one
-            yield ctx.row(at, what, _norm_op(norm), (3 if added else 1) * one + written + 4 * d)
-
-
-def _norm_op(norm: Any) -> str:
-    return "layer_norm" if isinstance(norm, LayerNorm) else "rms_norm"

@@ -24,7 +24,8 @@ from pyllm.layers.mlp import MLP
 from pyllm.layers.norm import RMSNorm
 from pyllm.layers.recognise import not_served, rows_ahead
 from pyllm.layers.spec import Spec, join, need_sizes, walk
-from pyllm.plan.costs import GPUS, Context, Row, edge_rows, linear_rows, product, rows
+from pyllm.plan.costs import GPUS, Context, Row, linear_rows, product, rows
+from pyllm.plan.edges import edge_rows
 from pyllm.plan.fusions import added_inside, norm_inside, normed_e4m3, norms
 
 

@@ -34,6 +34,17 @@ def gates(linear: Any, ctx: Context, path: str) -> bool:
     return ctx.fuse and fmt.gates(*asked)
 
 
+def static(linear: Any, ctx: Context, path: str) -> bool:
+    """The product's input is rounded with a scale that is given."""
+    return _asked(linear, ctx, path)[0].static
+
+
+def writes(linear: Any, then: Any, ctx: Context, path: str, gated: bool) -> bool:
+    """The product's epilogue rounds to e4m3 with the scale that the next product has for its input."""
+    fmt, asked = _asked(linear, ctx, path)
+    return ctx.fuse and static(then, ctx, path) and fmt.writes(*asked, gated)
+
+
 def norms(linear: Any, ctx: Context, path: str, gated: bool = False) -> bool:
     """The norm ahead (and the gate behind) is inside the product."""
     fmt, asked = _asked(linear, ctx, path)

@@ -60,6 +60,30 @@ def test_reference(name: str, dtype: torch.dtype) -> None:
     assert_pair((q, scale), separate(x, name), "separate ops")
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@every_act
+@every_dtype
+def test_a_given_scale(name: str, dtype: torch.dtype, device: str) -> None:
+    """The bits of act_mul and a static quantize_fp8, some values past the largest; the scale is handed on."""
+    scale = torch.tensor([0.037], device=device)
+    for T, F in ((0, 8), (1, 8), (1, 14336), (5, 24), (67, 14336), (300, 2056)) if device == "cuda" else ((17, 528),):
+        x = normal(T, 2 * F, dtype=dtype, device=device, scale=9)
+        poison_allocator((T, F), E4M3, x.device)
+        q, given = act_mul_fp8(x, name, scale)
+        assert given is scale and q.is_contiguous()
+        assert_same(q.view(torch.uint8), quantize_fp8(act_mul(x, name), "static", scale)[0].view(torch.uint8), f"T={T} F={F}")
+    x = special(device).to(dtype)
+    assert_same(act_mul_fp8(x, name, scale)[0].view(torch.uint8), quantize_fp8(act_mul(x, name), "static", scale)[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bad_scales(device: str) -> None:
+    x = torch.zeros(2, 16, device=device)
+    for scale in (torch.ones(2, device=device), torch.ones(1, dtype=torch.float16, device=device), torch.ones((), device=device)):
+        with pytest.raises((ValueError, RuntimeError), match="act_mul_fp8_static: scale.*expected"):
+            torch.ops.pyllm.act_mul_fp8_static(x, 0, scale)
+
+
 ERRORS = [
     (lambda d: (torch.zeros(16, device=d), 0), "act_mul_fp8: x has 1 dimensions, expected 2"),
     (lambda d: (torch.zeros(2, 24, device=d), 0), r"act_mul_fp8: x .size\(1\) is 24, expected a multiple of 16"),

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyllm import ops
-from pyllm.layers import MLP, Attn, Decoder, Embedding, Fp8, LayerNorm, Linear, Normed, Part, RMSNorm, Rope, Split, Sub, bind, formats
+from pyllm.layers import MLP, Attn, Decoder, Embedding, Fp8, LayerNorm, Linear, Normed, Part, RMSNorm, Rope, Split, Sub, bind, fp8
 from pyllm.plan.explain import explain
 from tests.layers.custom import DIM, FF, HEADS, KV, VOCAB, D, mine, random_state
 from tests.layers.test_custom import IDS
@@ -72,18 +72,19 @@ def test_explain_shows_both_ops_and_the_bytes():
     assert all(r.kernel == "csrc/gemm/dense_fp8" for r in quantized.rows if r.op == "linear_fp8")
 
 
-def llama(layers: int = 2) -> Decoder:
+def llama(layers: int = 2, gated: bool = True) -> Decoder:
     def layer(i: int) -> tuple[Sub, Sub]:
         at = f"model.layers.{i}"
         attn = Attn("attn", D, HEADS, KV, DIM, kv=i, rope=Rope(DIM), qkv_bias=True)
-        return (Sub(at, RMSNorm("norm1", D, 1e-6), attn), Sub(at, LayerNorm("norm2", D, 1e-6), MLP("mlp", D, FF, act="gelu_tanh")))
+        mlp = MLP("mlp", D, FF, act="gelu_tanh", gated=gated)
+        return (Sub(at, RMSNorm("norm1", D, 1e-6), attn), Sub(at, LayerNorm("norm2", D, 1e-6), mlp))
 
     head = Linear(D, (Part("lm_head", VOCAB, split=Split.PAD),), "col")
     subs = tuple(sub for i in range(layers) for sub in layer(i))
     return Decoder(Embedding("model.embed_tokens", VOCAB, D), subs, RMSNorm("model.norm", D, 1e-6), head)
 
 
-def run(spec: Decoder, fuse: bool, dtype: torch.dtype = torch.float32, quant=PLAN) -> tuple[torch.Tensor, list[str]]:
+def run(spec: Decoder, fuse: bool, dtype: torch.dtype = torch.float32, quant=PLAN, state=None) -> tuple[torch.Tensor, list[str]]:
     """Logits of one step, and the ops that ran."""
     seen: list[str] = []
 
@@ -93,7 +94,8 @@ def run(spec: Decoder, fuse: bool, dtype: torch.dtype = torch.float32, quant=PLA
                 seen.append(func._schema.name.split("::")[1])
             return func(*args, **(kwargs or {}))
 
-    bound, batch = bind(spec, random_state(spec), quant=quant, fuse=fuse, dtype=dtype), Paged(spec, 1, len(IDS), dtype=dtype).step([IDS])
+    bound = bind(spec, state or random_state(spec), quant=quant, fuse=fuse, dtype=dtype, strict=state is None)
+    batch = Paged(spec, 1, len(IDS), dtype=dtype).step([IDS])
     with Watch():
         return bound(batch), seen
 
@@ -123,7 +125,7 @@ def test_fused_is_unfused_in_fp32():
 
 def test_the_gate_in_the_epilogue(monkeypatch: pytest.MonkeyPatch):
     """From so many rows on: the product's fp32 sums go through the activation unrounded, and the down projection's input is quantized."""
-    monkeypatch.setattr(formats, "GATE_ROWS_FP8", len(IDS))
+    monkeypatch.setattr(fp8, "GATE_ROWS", len(IDS))
     spec = llama()
     rows = explain(spec, context=len(IDS), new=len(IDS), dtype=torch.float32, quant=PLAN).rows
     got, seen = run(spec, True)
@@ -134,7 +136,7 @@ def test_the_gate_in_the_epilogue(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_gate_behind_a_plain_tensor(monkeypatch: pytest.MonkeyPatch):
     """As a shared expert gets it: no norm to take the rounding over."""
-    monkeypatch.setattr(formats, "GATE_ROWS_FP8", 4)
+    monkeypatch.setattr(fp8, "GATE_ROWS", 4)
     state = {f"mlp.{n}_proj.weight": normal(*s) * 0.1 for n, s in (("gate", (96, 64)), ("up", (96, 64)), ("down", (64, 96)))}
     x = normal(5, 64)
     fused, separate = (bind(MLP("mlp", 64, 96), state, quant=(("*", Fp8()),), fuse=fuse)(x, None) for fuse in (True, False))
@@ -147,7 +149,7 @@ def test_an_mlp_of_many_rows_on_the_gpu(quant, monkeypatch: pytest.MonkeyPatch):
     """The gate in the epilogue against the separate ops. bf16 (u = 2^-8 for a step of fused and unfused each): gate and up are rounded
     before the activation in one, not in the other, so the down projection's inputs differ by a few u (4 to be safe, times 448 values
     whose signs are random); in FP8 also by one e4m3 step (2^-3) each, at random."""
-    monkeypatch.setattr(formats, "GATE_ROWS_FP8", 1024)
+    monkeypatch.setattr(fp8, "GATE_ROWS", 1024)
     spec, state = MLP("mlp", 256, 448), {f"mlp.{n}_proj.weight": normal(*s) * 0.06 for n, s in
                                          (("gate", (448, 256)), ("up", (448, 256)), ("down", (256, 448)))}  # fmt: skip
     x = normal(1100, 256, dtype=torch.bfloat16, device="cuda")

@@ -121,6 +121,11 @@ CALLS: dict[str, list[Callable[[], Call]]] = {
         lambda: {"x": rows(2, 16), "weight": rows(16), "bias": None, "eps": 1e-5, "quant": "static", "scale": torch.ones(1)},
     ],
     "linear": [lambda: {"x": rows(2, 16), "weight": rows(8, 16), "bias": rows(8)}],
+    "linear_e4m3": [
+        lambda: {"x": rows(2, 32), "weight": rows(32, 32), "out_scale": torch.ones(1), "bias": rows(32), "act": "silu", "gated": True},
+        lambda: {"x": rows(2, 32, dtype=E4M3), "weight": rows(32, 32, dtype=E4M3), "out_scale": torch.ones(1), "x_scale": torch.ones(1)}
+        | {"weight_scale": torch.ones(32)},
+    ],
     "linear_fp8": [
         lambda: _narrow(E4M3) | {"out_dtype": BF16, "x_scale": torch.ones(2), "weight_scale": torch.ones(32), "act": "silu", "gated": True},
         lambda: _narrow(E4M3) | {"out_dtype": BF16, "x_scale": torch.ones(2, 1), "weight_scale": torch.ones(1, 1)},
@@ -128,6 +133,11 @@ CALLS: dict[str, list[Callable[[], Call]]] = {
     "linear_int8": [
         lambda: _narrow(torch.int8) | {"out_dtype": BF16, "x_scale": torch.ones(2), "weight_scale": torch.ones(1)},
     ],
+    "linear_normed": [
+        lambda: {"x": rows(2, 32), "squares": torch.ones(2, 1), "eps": 1e-6, "weight": rows(16, 32), "bias": rows(16)}
+        | {"act": "silu", "gated": True}
+    ],
+    "linear_squares": [lambda: {"x": rows(2, 32), "weight": rows(16, 32), "residual": rows(2, 16), "bias": rows(16)}],
     "merge_states": [lambda: {"o_a": rows(2, 2, 8), "lse_a": torch.ones(2, 2), "o_b": rows(2, 2, 8), "lse_b": torch.ones(2, 2)}],
     "moe_experts": [_experts],
     "norm_linear": [lambda: _norm_linear("rms"), lambda: _norm_linear("layer") | {"norm_bias": torch.ones(16)}],

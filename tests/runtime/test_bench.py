@@ -211,7 +211,7 @@ def test_fp8_halves_the_weights_and_runs(folder) -> None:
     out = command("bench", "throughput", folder, *args, *SMALL)
     assert out.exit_code == 0, out.output
     out = command("bench", "throughput", folder, *args[:-4], "--quantization", "int1", *SMALL)
-    assert (out.exit_code, "quant is 'int1', expected 'fp8'" in out.stderr) == (2, True)
+    assert (out.exit_code, "quant is 'int1', expected 'fp8', 'fp8-block'" in out.stderr) == (2, True)
 
 
 def test_the_plan_command(folder, tmp_path) -> None:
