@@ -18,7 +18,9 @@ Every architecture of this table is checked against transformers on a CPU with t
 most 1e-4 of the largest logit): whole prompts, chunked prefill and token-by-token decode through the paged cache, in a ragged batch; and
 once more through the files that transformers saves, where a field of config.json that is neither read nor known is an error. Positions past
 8,192 are checked with each rope scaling, windows and chunks. Checkpoints may be stored plain, as MXFP4 (gpt-oss), or as e4m3 with a scale
-for each block of 128 x 128 (DeepSeek V3, MiniMax M2); both are expanded as they are read. A new architecture is a file like these:
+for each block of 128 x 128 (DeepSeek V3, MiniMax M2), output channel or tensor (`fp8`, `compressed-tensors`, `modelopt`); they are expanded
+as they are read, or, of e4m3, multiplied as they are ([compose.md](compose.md#formats-and-the-quant-plan)). A new architecture is a file
+like these:
 [add-a-model.md](add-a-model.md).
 
 | `architectures` in config.json | declared by | lines of the file | what it is |
