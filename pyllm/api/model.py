@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pyllm import _native
+from pyllm.api.refuse import shown
 from pyllm.plan.memory import weight_bytes
 from pyllm.plan.pages import free_bytes, show_bytes
 from pyllm.progress import progress_bar
@@ -66,7 +67,7 @@ def load_parts(
     from pyllm.models import spec_from_config
 
     if load_format not in ("auto", "dummy"):
-        raise ValueError(f"load_format is {load_format!r}, expected 'auto' or 'dummy'")
+        raise ValueError(f"load_format is {shown(load_format)}, expected 'auto' or 'dummy'")
     if not isinstance(model, (str, Path, Decoder)):
         raise ValueError(f"model is a {type(model).__name__}, expected a Decoder, a directory, a .gguf file or demo")
     where, checkpoint, config = pick_device(device), None, {}
@@ -122,7 +123,7 @@ def _tokenizer(given: Tokenizer | str | Path) -> Tokenizer:
     if isinstance(given, Tokenizer):
         return given
     if not isinstance(given, (str, Path)):
-        raise ValueError(f"tokenizer is {given!r}, expected a Tokenizer, a directory or a tokenizer.json")
+        raise ValueError(f"tokenizer is {shown(given)}, expected a Tokenizer, a directory or a tokenizer.json")
     path = Path(given)
     return Tokenizer.from_file(path / "tokenizer.json" if path.is_dir() else path)
 
@@ -164,7 +165,7 @@ def open_model_files(path: str | Path) -> Checkpoint:
     from pyllm.load.demo import demo_model_path
 
     if not isinstance(path, (str, Path)) or not str(path):
-        raise ValueError(f"model is {path!r}, expected a directory, a .gguf file or demo")
+        raise ValueError(f"model is {shown(path)}, expected a directory, a .gguf file or demo")
     if str(path) in SHAPES and not Path(path).exists():
         raise ValueError(f"model is {str(path)!r}, a shape without weights: load_format='dummy' (--load-format dummy) makes random ones")
     return open_checkpoint(demo_model_path() if str(path) == "demo" else path)
@@ -176,7 +177,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ValueError(f"device is {device!r}, expected cpu, cuda or cuda:N") from None
+        raise ValueError(f"device is {shown(device)}, expected cpu, cuda or cuda:N") from None
     if found.type not in ("cpu", "cuda") or (found.type == "cpu" and found.index):
         raise ValueError(f"device is {str(device)!r}, expected cpu, cuda or cuda:N")
     if found.type == "cuda":
@@ -200,5 +201,5 @@ def pick_dtype(dtype: str | torch.dtype | None, device: torch.device, config: Ma
         saved = str(config.get("dtype") or config.get("torch_dtype"))
         return torch.float16 if saved == "float16" else torch.bfloat16
     if name not in DTYPES:
-        raise ValueError(f"dtype is {name!r}, expected one of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype is {shown(name)}, expected one of {', '.join(DTYPES)}")
     return DTYPES[name]

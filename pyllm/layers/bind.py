@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyllm.layers.declared import check_declared
 from pyllm.layers.formats import QuantPlan
 from pyllm.layers.invariant import check_invariant
 from pyllm.layers.linear import check_plan
@@ -134,6 +135,7 @@ def bind(
     check_plan("bind", spec, quant)
     if not 0 <= rank < tp:
         raise ValueError(f"bind: rank is {rank}, expected 0 <= rank < tp={tp}")
+    check_declared(spec, tp)
     if invariant and torch.device(device).type == "cuda":
         check_invariant(spec, quant, dtype)
     fuse = fuse and not invariant

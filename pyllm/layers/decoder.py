@@ -99,6 +99,7 @@ class Decoder(Spec):
     max_positions: longest sequence the declaration is right for. ignore: globs over checkpoint names that may be left unread.
     prefix: first segment of the names, which checkpoints of the bare model (without its head) leave out.
     at: segment before all names, of a checkpoint in which the decoder is a part.
+    shared: globs over checkpoint names that several layers may read; each has a copy. Of any other tensor that is an error of `bind`.
     """
 
     embed: Embedding
@@ -113,6 +114,7 @@ class Decoder(Spec):
     ignore: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     prefix: str = ""
     at: str = ""
+    shared: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.subs, tuple) or not all(isinstance(s, Sub) for s in self.subs):
