@@ -9,15 +9,15 @@ from torch import Tensor
 
 from pyllm.layers.formats import Format, QuantPlan
 from pyllm.layers.fp8 import Fp8
-from pyllm.layers.fp8_stored import ActScale, stored_scale
+from pyllm.layers.fp8_stored import ActScale, BlockScale, stored_scale
 from pyllm.layers.linear import Linear
 from pyllm.layers.spec import Spec, Weight, walk
 
 
 def as_stored(spec: Spec, state: Mapping[str, Tensor]) -> QuantPlan:
     """One entry for each product whose parts are all stored in e4m3: `Fp8(granularity="block")` beside scales by blocks, else
-    `Fp8(activation="static")` where all parts have an `input_scale`, else `Fp8()`. The rest is left to the model's dtype, experts by blocks
-    too: they are expanded as they are read.
+    `Fp8(activation="static")` where all parts have an `input_scale`, else `Fp8()`. The rest is left to the model's dtype, and so are
+    experts by blocks and parts that share a block: they are expanded as they are read.
 
     state: of tensors by checkpoint name; a tensor's shape is all that is looked at."""
     prefix = getattr(spec, "prefix", "")
@@ -38,8 +38,9 @@ def _format(linear: Linear, path: str, state: Mapping[str, Tensor], prefix: str)
         return found
 
     weight = linear.weights()["weight"]
-    if stored_scale(weight, "block", held) is not None:
-        return Fp8(granularity="block")
+    blocks = stored_scale(weight, "block", held)
+    if isinstance(blocks, BlockScale):
+        return Fp8(granularity="block") if blocks.aligned() else None
     if stored_scale(weight, "channel", held) is None:
         return None
     static = not linear.experts and all(shape is not None for _, shape in held(ActScale.of(weight)))

@@ -26,8 +26,6 @@ QuantPlan = Sequence[tuple[str, "Format | None"]]
 GATE_ROWS = 512
 """Rows of x from which the gate is in the epilogue, which halves the memory in between. In bf16, behind a norm, it is 1.07x, 1.05x and
 1.03x the speed of the product and an op of its own at 512, 1,024 and 4,096 rows of (28672, 4096), 1.05x at 1,024 of (16384, 2048)."""
-WRITE_ROWS = 256
-"""Rows of x from which a product writes e4m3 for the next one, whose scale is given."""
 
 
 class Format:
@@ -144,7 +142,7 @@ class Dense(Format):
 
     def writes(self, rows: int, n: int, k: int, dtype: torch.dtype, device: str, gated: bool) -> bool:
         mine = dtype == torch.bfloat16 and self.dtype in (None, dtype) and device == "cuda"
-        return mine and rows >= WRITE_ROWS and n % (32 if gated else 16) == 0 and k % 8 == 0
+        return mine and rows >= GATE_ROWS and n % (32 if gated else 16) == 0 and k % 8 == 0
 
     def matmul_to_e4m3(self, m: Any, x: Any, bias: Tensor | None, out_scale: Tensor, act: str, gated: bool) -> Tensor:
         return ops.linear_e4m3(x, m.weight, out_scale, bias, act=act, gated=gated)

@@ -79,6 +79,10 @@ class BlockScale(_Stored):
             rows.append(part.cut(t, 0, rank, tp, BLOCK) if self.shard == "col" and tp > 1 else t)
         return torch.cat(rows)
 
+    def aligned(self) -> bool:
+        """Whether no block has rows of two parts."""
+        return not any(p.start % BLOCK for p in self.parts) and not any(p.size % BLOCK for p in self.parts[:-1])
+
     @staticmethod
     def _fits(name: str, count: int, what: str) -> None:
         if count % BLOCK:

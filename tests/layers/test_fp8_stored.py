@@ -136,6 +136,7 @@ def test_ragged_blocks_of_the_last_part() -> None:
     assert m.weight_scale.shape == (3, 1)
     wide = m.weight_scale.repeat_interleave(128, 0)[:336]
     assert_same(m.weight.float() * wide, torch.cat([plain(state, "q"), plain(state, "k")]))
+    assert {f for _, f in as_stored(Linear(128, parts), state)} == {BLOCK} and as_stored(Linear(128, parts[::-1]), state) == ()
     with pytest.raises(ValueError, match=r"'k.weight_scale_inv' has scales by blocks of 128, but .* rows: 80; expected a multiple"):
         bind(Linear(128, parts[::-1]), state, quant=[("*", BLOCK)])
     with pytest.raises(ValueError, match=r"'a.weight_scale_inv' has scales by blocks of 128, but a rank holds columns: 64"):
@@ -211,6 +212,12 @@ def with_scales(spec: Decoder, scale: float) -> dict[str, Tensor]:
     return state | {f"{n}.input_scale": torch.tensor(scale) for n in names}
 
 
+def write_from(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Products of so many rows write e4m3, whatever their size."""
+    monkeypatch.setattr(fp8, "WRITE_ROWS", rows)
+    monkeypatch.setattr(fp8, "WRITE_TILES", 0)
+
+
 def ops_of(spec: Decoder, fuse: bool, fmt: Fp8, state: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[str]]:
     return run(spec, fuse, dtype, quant=[("lm_head", None), ("*", fmt)], state=state)
 
@@ -220,7 +227,7 @@ def ops_of(spec: Decoder, fuse: bool, fmt: Fp8, state: dict[str, Tensor], dtype:
 @pytest.mark.parametrize("gated", [True, False])
 def test_explain_lists_the_ops_of_given_scales(fuse: bool, write: bool, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the e4m3 in the epilogue nothing stands between the products of an MLP; with a norm ahead nothing before the first."""
-    monkeypatch.setattr(fp8, "WRITE_ROWS", len(IDS) if write else 1 << 30)
+    write_from(monkeypatch, len(IDS) if write else 1 << 30)
     spec = llama(gated=gated)
     got, seen = ops_of(spec, fuse, STATIC, with_scales(spec, 0.01))
     rows = explain(spec, context=len(IDS), new=len(IDS), dtype=torch.float32, fuse=fuse, quant=[("lm_head", None), ("*", STATIC)]).rows
@@ -238,10 +245,10 @@ def test_given_scales_fused_are_those_unfused(monkeypatch: pytest.MonkeyPatch) -
     """In fp32 but for the product's rounding to bf16, which the epilogue that writes e4m3 leaves out: 2^-9 ahead of e4m3's 2^-4."""
     spec = llama()
     state = with_scales(spec, 0.01)
-    monkeypatch.setattr(fp8, "WRITE_ROWS", 1 << 30)
+    write_from(monkeypatch, 1 << 30)
     fused_, separate = (ops_of(spec, fuse, STATIC, state)[0] for fuse in (True, False))
     assert_same(fused_, separate)
-    monkeypatch.setattr(fp8, "WRITE_ROWS", 1)
+    write_from(monkeypatch, 1)
     written = ops_of(spec, True, STATIC, state)[0]
     assert 0 < (written - separate).norm() < 0.05 * separate.norm()
 
@@ -284,9 +291,10 @@ def test_rows_on_the_device_agree_with_invariant() -> None:
 @pytest.mark.parametrize("rows", [1, 20, 300, 1100])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("fmt", [BLOCK, STATIC])
-def test_an_mlp_on_the_gpu(fmt: Fp8, gated: bool, rows: int) -> None:
+def test_an_mlp_on_the_gpu(fmt: Fp8, gated: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the same format on a CPU, in fp32 but for the products' results. The hidden values are rounded to e4m3 (2^-4 of each, at
     random) from sums that differ by a bf16 rounding at most, so few of them take another step."""
+    write_from(monkeypatch, 128)
     spec = MLP("mlp", 256, 448, gated=gated, act="silu" if gated else "relu2")
     state = {name: normal(*t.shape) * 0.06 for name, t in random_state(spec).items()}
     state |= {f"{name.removesuffix('.weight')}.input_scale": torch.tensor(0.01) for name in list(state)} if fmt is STATIC else {}
