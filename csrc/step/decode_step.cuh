@@ -79,7 +79,7 @@ __device__ __forceinline__ Task task_of(const Args& a, const StepLayer* table, i
   return t;
 }
 
-// All products of the step in order, for a consumer or the finishing warp; attend(layer, qkv, attended) after each qkv. One loop with one
+// All products of the step in order, for a consumer or a finishing warp; attend(layer, qkv, attended) after each qkv. One loop with one
 // copy of a product's code: four of them, one after the other, do not fit the instruction cache.
 template <bool Fp8, class Role, class Attend>
 __device__ __forceinline__ void walk(const Args& a, const StepLayer* table, Role& role, uint8_t* set, int64_t stride, Attend&& attend) {
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_step_kernel(const __grid_c
     if (warp == kWarps) {
       if (threadIdx.x % 32 == 0) Loader(a, base, table).run();
       __syncwarp();
-    } else if (warp == kWarps + 1) {
+    } else {
       Finisher finisher(a, base);
       walk<Fp8>(a, table, finisher, set, stride, [](int, uint8_t*, uint8_t*) {});
     }

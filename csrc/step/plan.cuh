@@ -8,7 +8,8 @@ namespace pyllm::step {
 
 constexpr int kWarps = 8;  // that multiply and attend
 constexpr int kConsumers = kWarps * 32;
-constexpr int kThreads = kConsumers + 128;  // and a warpgroup of which one warp loads weights and one finishes sums
+constexpr int kFinishers = 3;               // warps that finish sums
+constexpr int kThreads = kConsumers + 128;  // and a warpgroup of them and the warp that loads weights
 constexpr int kUnit = 8;                    // rows of a weight that a CTA takes at a time
 constexpr int kChunk = 2048;                // bytes of a row in a stage of the ring, at most
 constexpr int kStage = kUnit * kChunk;

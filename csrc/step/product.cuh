@@ -6,7 +6,9 @@
 //   the start, so it runs ahead, into the next products of the step, while the CTA waits for values or attends.
 // * Eight consumer warps multiply, each an eighth of every stage, and leave their sums. The weights are the 16-row side of the mma: their
 //   eight rows twice, with one half of each 32 of k and with the other, so that 16 bytes of a lane are operands as they are.
-// * A finishing warp adds the eight sums of a row, applies scales, bias, activation and residual, and hands the row to the other CTAs.
+// * Three finishing warps take the units in turn: one adds the eight sums of a row, applies scales, bias, activation and residual, and
+// hands
+//   the row to the other CTAs.
 //
 // e4m3 weights are widened to fp16, exactly; x is quantised per row to e4m3 and kept as fp16.
 // Order of a sum: a warp's eighths of the stages, the halves of each 32 of k apart and alternate 32 apart, then the warps in order.
@@ -65,7 +67,7 @@ struct Task {
   bool final;  // logits: plain stores
 };
 
-// What consumers and the finishing warp share.
+// What consumers and finishing warps share.
 struct Product {
   const Args& a;
   Barriers barriers;
@@ -427,9 +429,12 @@ struct Consumer : Product {
   }
 };
 
-// The warp that finishes sums.
+// A warp of the three that finish sums: it takes every third unit of the CTA, through all products.
 struct Finisher : Product {
-  __device__ __forceinline__ Finisher(const Args& args, uint32_t base) : Product(args, base) {}
+  int mine;        // its number among these warps
+  int passed = 0;  // units of the CTA in all products before
+
+  __device__ __forceinline__ Finisher(const Args& args, uint32_t base) : Product(args, base), mine(warp - kWarps - 1) {}
 
   // What the end of a unit reads beside the sums, asked for a unit ahead.
   struct Extra {
@@ -495,13 +500,18 @@ struct Finisher : Product {
 
   template <bool Quantised>
   __device__ __forceinline__ void run(const Task& t, int product) {
-    const int units = a.cut[product].units;
+    const int units = a.cut[product].units, step = kFinishers * static_cast<int>(gridDim.x);
     int unit = first_unit(turn);
+    const int count = unit < units ? (units - 1 - unit) / static_cast<int>(gridDim.x) + 1 : 0;
+    const int skip = (mine + kFinishers - passed % kFinishers) % kFinishers;
+    int at = passed + skip;
+    unit += skip * static_cast<int>(gridDim.x);
     Extra extra = ask(t, product, unit);
     const int m = column_of(product, unit).m;
     float factor = 0.f;
-    for (; unit < units; unit += gridDim.x) {
-      const Extra next = ask(t, product, unit + gridDim.x);
+    for (; unit < units; unit += step, at += kFinishers) {
+      const Extra next = ask(t, product, unit + step);
+      area = {at % kAreas, at / kAreas % 2};
       barrier_wait(barriers.summed(area.at), area.parity);
       if (factor == 0.f && m < a.p.rows) {  // of all units: the statistics of x are there with the first sums
         const float rstd = rstd_of(t, m, a.inverse_d);
@@ -510,9 +520,9 @@ struct Finisher : Product {
       finish(t, product, unit, extra, factor);
       __syncwarp();
       if (lane == 0) barrier_arrive(barriers.added(area.at));
-      area.next(kAreas);
       extra = next;
     }
+    passed += count;
     pass_product(product);
   }
 };
