@@ -8,12 +8,20 @@ bool skinny_stream_wide(const SkinnyLinearParams& p, int sms, cudaStream_t strea
 
 namespace {
 
-// Whether the wide stream goes first: from nine rows on, of e4m3 from three on against weights of this size (four rows, one H200, us:
-// 6144 x 4096 7.6 and 8.3; 2048 x 8192 6.7 and 6.4, 4096 x 14336 15.0 and 15.2, 7168 x 8192 15.2 and 14.8).
-constexpr int64_t kWideLeast = 1 << 24, kWideMost = 26'000'000;
+// Whether the wide stream goes first: from nine rows on; of e4m3 from three on where it is the faster one. One H200, us, four and eight
+// rows, in brackets the other: 4096 x 4096 5.8 and 5.9 (5.9 and 6.3), 6144 x 4096 7.8 and 7.8 (8.3 and 8.3), 16384 x 2048 8.8 and 9.2 (9.1
+// and 9.4); of long rows 4096 x 14336 14.6 and 14.8 (14.9 and 16.3); of short ones 8192 x 1024 3.9 and 3.7 (4.0 and 4.3). But 1280 x 8192
+// 5.5 and 5.4 (4.4 and 4.7), 7168 x 8192 14.9 and 14.9 (14.7 and 15.1), 28672 x 4096 27.5 and 27.7 (27.3 and 28.4). Three to eight rows are
+// treated alike, so that a row has the same bits among them.
+constexpr int64_t kWideLeast = 1 << 24, kWideMost = 34'000'000;  // weights
+constexpr int64_t kWideLongRow = 12288, kWideShortRow = 2048, kWideShortRows = 48;
 
-bool wide(const SkinnyLinearParams& p) {
-  return p.m > 8 || (p.dtype == DType::kE4M3 && p.m >= 3 && p.n * p.k > kWideLeast && p.n * p.k <= kWideMost);
+bool wide(const SkinnyLinearParams& p, int sms) {
+  if (p.m > 8) return true;
+  if (p.dtype != DType::kE4M3 || p.m < 3) return false;
+  const int64_t size = p.n * p.k;
+  if (size < kWideLeast) return p.k <= kWideShortRow && p.n >= kWideShortRows * sms;
+  return size <= kWideMost || p.k >= kWideLongRow;
 }
 
 bool narrow(const SkinnyLinearParams& p, int sms, cudaStream_t stream) {
@@ -39,7 +47,7 @@ bool narrow(const SkinnyLinearParams& p, int sms, cudaStream_t stream) {
 
 bool skinny_stream(const SkinnyLinearParams& p, int sms, cudaStream_t stream) {
   if (p.m > gemm::kStreamRows || p.k >= kStreamLongest) return false;
-  if (wide(p)) return skinny_stream_wide(p, sms, stream) || narrow(p, sms, stream);
+  if (wide(p, sms)) return skinny_stream_wide(p, sms, stream) || narrow(p, sms, stream);
   return narrow(p, sms, stream) || skinny_stream_wide(p, sms, stream);
 }
 

@@ -38,6 +38,7 @@ struct StreamArgs {
   void* out;
   int64_t x_stride;  // bytes
   int m, columns;    // of the output
+  int m_inverse;     // 2^16 / m rounded up: turns are few
   int row_bytes;     // of K elements
   int units;         // of the whole weight: what a CTA takes at a time
   int share;         // of row_bytes: what a warp takes
@@ -417,9 +418,11 @@ struct Stream {
     EpilogueParams params = a.epilogue;
     params.row_scale = params.column_scale = nullptr;  // they are in shared memory
     const Epilogue<Out, 2> epilogue{params};
-    const int pairs = min(a.batch, last - from) * kColumns / 2;
-    for (int item = threadIdx.x; item < a.m * pairs; item += kStreamThreads) {
-      const int m = item / pairs, column = item % pairs * 2, n = from * kColumns + column, row = row_of(column);
+    constexpr int kPairs = kColumns / 2;
+    const int items = min(a.batch, last - from) * a.m * kPairs;
+    for (int item = threadIdx.x; item < items; item += kStreamThreads) {
+      const int pair = item % kPairs, turn = item / kPairs, unit = turn * a.m_inverse >> 16, m = turn - unit * a.m;
+      const int column = unit * kColumns + 2 * pair, n = from * kColumns + column, row = row_of(column);
       const int count = min(2, a.columns - n), scales = (from - first) * Rows + row;
       if (count <= 0) continue;
       const float2 factor = factors(m, scales), sum = total_of(area, m, row);

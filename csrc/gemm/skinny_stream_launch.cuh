@@ -54,6 +54,7 @@ void launch_stream(const SkinnyLinearParams& p, const StreamPlan& plan, cudaStre
   args.out = p.out;
   args.x_stride = p.x_stride * kItem;
   args.m = static_cast<int>(p.m);
+  args.m_inverse = (1 << 16) / args.m + 1;
   args.columns = static_cast<int>(Gated ? p.n / 2 : p.n);
   args.row_bytes = static_cast<int>(p.k) * kItem;
   args.units = plan.units;

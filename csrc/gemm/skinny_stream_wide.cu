@@ -10,13 +10,22 @@
 namespace pyllm {
 namespace {
 
-// One H200, 16 rows, us. K whole and in halves: 8192 x 1024 of bf16 5.8 and 6.0, of e4m3 3.8 and 4.0; 2048 x 2048 of e4m3 3.7 and 3.2.
-constexpr int kShortRow = 2048, kShortRows = 48;  // bytes of rows of w up to which K is whole, from so many rows of w for each SM on
+// One H200, 16 rows, us. K whole and in halves: 8192 x 1024 of bf16 5.8 and 6.0, of e4m3 3.8 and 4.0; 2048 x 2048 of e4m3 3.7 and 3.2;
+// 8192 x 3584 of e4m3 8.6 and 9.0, 7168 x 8192 15.0 and 15.3; 6144 x 4096 8.2 and 7.9.
+constexpr int kShortRow = 2048, kShortRowE4M3 = 8192;  // bytes of rows of w up to which K is whole,
+constexpr int kShortRows = 48;                         // from so many rows of w for each SM on
 // A CTA has all of an SM, or leaves half of it to one of the next kernel: 4096 x 14336 of bf16 28.2 and 30.5, 4096 x 4096 9.7 and 10.1;
 // 1280 x 8192 10.0 and 8.7, 2048 x 8192 10.8 and 10.2, 6144 x 4096 of e4m3 8.5 and 7.9.
 constexpr int kHalf = 113 * 1024, kLongRow = 16 * 1024;
 constexpr int64_t kSmall = 26'000'000, kSmallLong = 34'000'000;  // bytes of weights, the latter of rows from kLongRow on
-constexpr int kAhead = 96 * 1024;  // bytes of a CTA's weights asked for ahead of x; a CTA of half an SM half of them
+// Bytes of a CTA's weights asked for ahead of x. 96, 128 and 160 KiB: 4096 x 14336 of e4m3 15.1, 15.0 and 15.0, 6144 x 4096 of bf16 13.7,
+// 13.6 and 13.7; where K is whole or a CTA has many rows 28672 x 4096 of e4m3 29.3, 29.0 and 28.9, 16384 x 2048 of bf16 17.9, 17.7
+// and 17.4. Half an SM, 48 and 96 KiB (all): 6144 x 4096 of e4m3 8.0 and 8.5.
+constexpr int kAheadHalf = 48 * 1024, kAhead = 128 * 1024, kAheadMost = 160 * 1024;
+// SMs end up to 4 us apart. A next kernel that is let in at the start takes over the first of them at once: 4096 x 14336 of e4m3 14.95 and
+// 14.74, with four rows 14.8 and 14.6; 16384 x 2048 with four rows 9.1 and 8.8. With half an SM each, or more rows, it is in the way:
+// 6144 x 4096 8.5 and 9.1, 28672 x 4096 28.9 and 29.1.
+constexpr int kEarlyBlocks = 2;
 
 struct WidePlan {
   gemm::WideArgs args;
@@ -44,7 +53,10 @@ bool plan_wide(WidePlan& plan, const SkinnyLinearParams& p, int split, int sms) 
   a.w_stages = std::min({(room - x_unit) / stage, gemm::kWideStages, turns * plan.blocks});
   while (a.w_stages > 1 && a.w_stages * stage + ceil_div(a.w_stages, plan.blocks) * x_unit > room) --a.w_stages;
   a.x_stages = std::min({(room - a.w_stages * stage) / x_unit, ceil_div(a.w_stages, plan.blocks) + 1, turns, gemm::kWideStages});
-  a.ahead = std::max((half ? kAhead / 2 : kAhead) / (gemm::kWideEngines * stage), 1);
+  const bool most = x_rows > 8 && (split == 1 || plan.blocks > 2);
+  const int ahead = half ? kAheadHalf : most ? kAheadMost : kAhead;
+  a.ahead = std::max(ahead / (gemm::kWideEngines * stage), 1);
+  a.early = p.dtype == DType::kE4M3 && !half && plan.blocks <= kEarlyBlocks;
   a.x = gemm::kWideEngines * a.w_stages * stage;
   a.sums = a.x + gemm::kWideEngines * a.x_stages * x_unit;
   a.barriers = a.sums + sums;
@@ -80,7 +92,8 @@ void launch_rows(const SkinnyLinearParams& p, WidePlan& plan, cudaStream_t strea
 
 bool skinny_stream_wide(const SkinnyLinearParams& p, int sms, cudaStream_t stream) {
   if (p.m > gemm::kWideRows || p.gated || p.norm_weight != nullptr) return false;
-  const bool whole = p.k * bytes_of(p.dtype) <= kShortRow && p.n >= int64_t{kShortRows} * sms;
+  const int short_row = p.dtype == DType::kE4M3 ? kShortRowE4M3 : kShortRow;
+  const bool whole = p.k * bytes_of(p.dtype) <= short_row && p.n >= int64_t{kShortRows} * sms;
   WidePlan plan{};
   if (!plan_wide(plan, p, whole ? 1 : 2, sms) && (whole || !plan_wide(plan, p, 1, sms))) return false;
   if (p.dtype == DType::kBF16) {

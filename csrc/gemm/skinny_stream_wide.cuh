@@ -42,6 +42,7 @@ struct WideArgs {
   int block_rows;  // a multiple of 8, at most kWideBlock
   int w_stages, x_stages;
   int ahead;              // stages of weights asked for ahead of x
+  bool early;             // the next kernel is let in at the start
   int x, sums, barriers;  // offsets in shared memory, behind the rings of weights
   EpilogueParams epilogue;
 };
@@ -188,11 +189,13 @@ struct Wide {
   }
 
   // The sums of a block lie as fragments: for each engine of the cluster and 16 of the rows that this CTA adds, the lanes' sums of eight
-  // rows of x, then those of the other eight.
+  // rows of x, then those of the other eight. Those of lanes 16 to 31, rows 4 to 7 and 12 to 15, are exchanged in fours, so that what a
+  // warp reads at the end, one of each four rows for eight rows of x, lies in 32 banks: from four banks 28672 x 4096 of e4m3 took 30.1 us
+  // instead of 29.2.
   __device__ __forceinline__ void exchange(const float (&acc)[Blocks][kSums]) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int log_parts = 2 - a.log_split, owner = warp >> log_parts, part = warp & ((1 << log_parts) - 1);
-    uint32_t to = sums + ((first << log_parts) + part) * (Rows * 64) + lane * 16, barrier = landed;
+    uint32_t to = sums + ((first << log_parts) + part) * (Rows * 64) + (lane ^ lane / 16 * 4) * 16, barrier = landed;
     if (a.log_split > 0) to = remote(to, owner), barrier = remote(barrier, owner);
 #pragma unroll
     for (int b = 0; b < Blocks; ++b) {
@@ -233,13 +236,13 @@ struct Wide {
   };
 
   __device__ __forceinline__ Item item(int index) const {
-    const int log_quads = 4 - a.log_split, quad = index & ((1 << log_quads) - 1), block = (index >> log_quads) / Rows;
-    const int local = (rank << log_quads + 2) + 4 * quad, row = 4 * quad % 16;
+    const int log_parts = 2 - a.log_split, quad = index / 8 % 4, rest = index / 32, part = rest & ((1 << log_parts) - 1);
+    const int eights = rest >> log_parts, block = eights / (Rows / 8), local = (rank << log_parts + 4) + 16 * part + 4 * quad;
     Item it{};
-    it.m = (index >> log_quads) % Rows, it.n = row0 + block * a.block_rows + local;
+    it.m = eights % (Rows / 8) * 8 + index % 8, it.n = row0 + block * a.block_rows + local;
     it.count = block < Blocks && local < a.block_rows && it.m < a.m ? min(4, a.columns - it.n) : 0;
-    it.from =
-        sums + block * kBlockSums + quad / 4 * (Rows * 64) + it.m / 8 * 512 + row % 8 * 64 + it.m % 8 / 2 * 16 + row / 8 * 8 + it.m % 2 * 4;
+    it.from = sums + block * kBlockSums + part * (Rows * 64) + it.m / 8 * 512 + quad % 2 * (256 + 64) + quad / 2 * 8 + it.m % 8 / 2 * 16 +
+              it.m % 2 * 4;
     return it;
   }
   __device__ __forceinline__ void load(Item& it) const {
@@ -273,7 +276,7 @@ struct Wide {
     float v[4] = {};
     for (int e = 0; e < step; ++e) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) v[i] += load_shared_float(it.from + e * (Rows * 256 >> a.log_split) + i * 64);
+      for (int i = 0; i < 4; ++i) v[i] += load_shared_float((it.from + e * (Rows * 256 >> a.log_split)) ^ i * 64);
     }
     EpilogueParams rest = a.epilogue;
     if constexpr (kEarly) rest.residual = nullptr;
@@ -305,6 +308,7 @@ __global__ void __launch_bounds__(kWideThreads, Blocks <= 2 ? 2 : 1)
   using W = Wide<T, Out, Rows, Blocks>;
   const int warp = threadIdx.x / 32;
   const bool feeder = warp >= 4 * kWideEngines;
+  if (args.early) pdl_trigger();
   const W wide(args, &w_map, &x_map, smem_address(shared), feeder ? warp - 4 * kWideEngines : warp / 4);
   typename W::Weights weights{wide.first};
   bool one = false;

@@ -53,11 +53,11 @@ def skinny_linear(
         `[M, N]` (gated `[M, F]`), contiguous.
 
     Accumulation in fp32, one rounding at the end (bf16, fp16). There are three kernels. Up to 8 rows whose x fits the shared memory of an
-    SM go to the stream (8 rows of up to 8192 elements of bf16 or fp16, fewer of longer ones; twice as many elements of e4m3). 9 to 16
-    rows without norm and gate against up to 256 rows of the weight for each SM go to the wide stream, and so do 3 to 8 rows of e4m3
-    against weights of 17 to 26 million elements. Everything else goes to the ring. In the last two the tensor core keeps about 14 bits of a
-    sum of e4m3 products within 256 elements of K; those partial sums are added in fp32. The order of a sum depends on N, K, the GPU and
-    the kernel alone: a row has the same bits alone and in any batch that the same kernel takes.
+    SM go to the stream (8 rows of up to 8192 elements of bf16 or fp16, fewer of longer ones; twice as many elements of e4m3). 9 to 16 rows
+    without norm and gate against up to 256 rows of the weight for each SM go to the wide stream, and so do 3 to 8 rows of e4m3 against
+    weights of 2^24 to 34 million elements, of K >= 12288 or, N >= 6336, K <= 2048. Everything else goes to the ring. In the last two the
+    tensor core keeps about 14 bits of a sum of e4m3 products within 256 elements of K; those partial sums are added in fp32. The order of a
+    sum depends on N, K, the GPU and the kernel alone: a row has the same bits alone and in any batch that the same kernel takes.
 
     Raises:
         ValueError (RuntimeError on CUDA): sizes, dtypes, strides or alignment, arguments that do not belong together.

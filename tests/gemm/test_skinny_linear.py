@@ -11,8 +11,8 @@ from torch import Tensor
 from pyllm.ops.fused import ACTS, activation
 from pyllm.ops.skinny import skinny_linear
 from tests.support.compare import EPS, assert_close, assert_same
-from tests.support.generate import normal, padded_rows, poison_allocator
-from tests.support.late import check_waits
+from tests.support.generate import normal, padded_rows, poison, poison_allocator
+from tests.support.late import check_waits, write_late
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -97,6 +97,7 @@ SIZES = [
 LARGE = [
     *((1, 3072, 2048), (5, 6144, 4096), (16, 40000, 512), (64, 4096, 1024), (64, 20000, 256), (17, 1280, 8192)),
     *((8, 8200, 1040), (3, 1281, 8208), (4, 4096, 14336), (8, 2056, 4112), (2, 16400, 2032)),
+    *((7, 6400, 3600), (12, 7000, 8176), (3, 8192, 3584), (6, 7000, 1040), (5, 1280, 13312), (16, 16384, 2048)),
     *((16, 4096, 4096), (11, 1281, 8208), (9, 8200, 1040), (16, 4100, 14336), (13, 25000, 2064), (12, 33800, 528)),
 ]
 
@@ -303,6 +304,24 @@ def test_nothing_is_read_before_a_late_writer_has_written(n: int, k: int, m: int
     check_waits(lambda t: skinny_linear(x, w, residual=t), residual, "residual")
     check_waits(lambda t: skinny_linear(t, w8), x8, "x of e4m3")
     check_waits(lambda t: skinny_linear(x8, w8, x_scale=t), scale, "x_scale")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [4, 16])
+@pytest.mark.parametrize(("n", "k"), [(4096, 8192), (8192, 3584)])
+def test_a_chain_behind_a_late_writer(n: int, k: int, m: int) -> None:
+    """Products of e4m3 that let the next kernel in before they wait: it waits for them all the same."""
+    w, x, scale = normal(n, k, dtype=FP8).cuda(), normal(m, k, dtype=FP8).cuda(), torch.rand(m, device="cuda") + 0.5
+    then = normal(1024, n, dtype=BF16).cuda()
+
+    def chain(t: Tensor) -> Tensor:
+        return skinny_linear(skinny_linear(t, w, x_scale=scale), then)
+
+    expected = chain(x)
+    buffer = poison(torch.empty_like(x))
+    poison_allocator((m, n), BF16, "cuda")
+    write_late(buffer, x)
+    assert_same(chain(buffer), expected)
 
 
 def test_opcheck_and_compile() -> None:
