@@ -14,6 +14,9 @@ namespace {
 // 8192 x 3584 of e4m3 8.6 and 9.0, 7168 x 8192 15.0 and 15.3; 6144 x 4096 8.2 and 7.9.
 constexpr int kShortRow = 2048, kShortRowE4M3 = 8192;  // bytes of rows of w up to which K is whole,
 constexpr int kShortRows = 48;                         // from so many rows of w for each SM on
+// Where rows are that short and a CTA has one block, x comes in pieces of 512 bytes: 8192 x 1024 of bf16 5.7 and 5.8, of e4m3 3.8 and 3.9,
+// with four rows 3.6 and 3.9. Otherwise 256: 16384 x 2048 of e4m3 9.8 and 10.1, 28672 x 4096 28.9 and 29.6.
+
 // A CTA has all of an SM, or leaves half of it to one of the next kernel: 4096 x 14336 of bf16 28.2 and 30.5, 4096 x 4096 9.7 and 10.1;
 // 1280 x 8192 10.0 and 8.7, 2048 x 8192 10.8 and 10.2, 6144 x 4096 of e4m3 8.5 and 7.9.
 constexpr int kHalf = 113 * 1024, kLongRow = 16 * 1024;
@@ -29,7 +32,7 @@ constexpr int kEarlyBlocks = 2;
 
 struct WidePlan {
   gemm::WideArgs args;
-  int blocks, ctas, bytes;
+  int blocks, times, ctas, bytes;
 };
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
@@ -42,17 +45,19 @@ bool plan_wide(WidePlan& plan, const SkinnyLinearParams& p, int split, int sms) 
   if (plan.blocks > gemm::kWideBlocks) return false;
   gemm::WideArgs& a = plan.args;
   a.log_split = split / 2;
-  a.units = ceil_div(row_bytes, gemm::kWideUnit);
+  plan.times = split == 1 && plan.blocks == 1 && row_bytes <= kShortRow ? 2 : 1;
+  a.units = ceil_div(row_bytes, plan.times * gemm::kWideUnit);
   a.block_rows = ceil_div(ceil_div(rows, plan.blocks), 8) * 8;
   plan.ctas = ceil_div(p.n, plan.blocks * a.block_rows) * split;
   const int turns = ceil_div(a.units, split * gemm::kWideEngines), stage = a.block_rows * gemm::kWideUnit;
-  const int x_rows = p.m <= 8 ? 8 : gemm::kWideRows, x_unit = gemm::wide_x_unit(x_rows), sums = plan.blocks * gemm::wide_sums(x_rows);
+  const int x_rows = p.m <= 8 ? 8 : gemm::kWideRows, x_unit = plan.times * gemm::wide_x_unit(x_rows);
+  const int sums = plan.blocks * gemm::wide_sums(x_rows), reach = plan.blocks * plan.times;  // stages of weights for one of x
   const bool half = plan.blocks <= 2 && p.n * row_bytes <= (row_bytes >= kLongRow ? kSmallLong : kSmall);
   const int room = ((half ? kHalf : kStreamShared) - sums - gemm::kWideBarriers) / gemm::kWideEngines;
   // The ring of x reaches as far ahead as that of weights, or one unit further.
-  a.w_stages = std::min({(room - x_unit) / stage, gemm::kWideStages, turns * plan.blocks});
-  while (a.w_stages > 1 && a.w_stages * stage + ceil_div(a.w_stages, plan.blocks) * x_unit > room) --a.w_stages;
-  a.x_stages = std::min({(room - a.w_stages * stage) / x_unit, ceil_div(a.w_stages, plan.blocks) + 1, turns, gemm::kWideStages});
+  a.w_stages = std::min({(room - x_unit) / stage, gemm::kWideStages, turns * reach});
+  while (a.w_stages > 1 && a.w_stages * stage + ceil_div(a.w_stages, reach) * x_unit > room) --a.w_stages;
+  a.x_stages = std::min({(room - a.w_stages * stage) / x_unit, ceil_div(a.w_stages, reach) + 1, turns, gemm::kWideStages});
   const bool most = x_rows > 8 && (split == 1 || plan.blocks > 2);
   const int ahead = half ? kAheadHalf : most ? kAheadMost : kAhead;
   a.ahead = std::max(ahead / (gemm::kWideEngines * stage), 1);
@@ -76,9 +81,10 @@ void launch_wide(const SkinnyLinearParams& p, WidePlan& plan, cudaStream_t strea
       make_tensor_map<2>("skinny_linear: weight", p.w, p.dtype, {p.k, p.n}, {p.w_stride}, {kItems, a.block_rows}, Swizzle::k128);
   const CUtensorMap x_map = make_tensor_map<2>("skinny_linear: x", p.x, p.dtype, {p.k, p.m},
                                                {p.m > 1 ? p.x_stride : ceil_div(p.k, 16) * 16}, {kItems, Rows}, Swizzle::k128);
+  const LaunchShape shape{static_cast<unsigned>(plan.ctas), gemm::kWideThreads, static_cast<size_t>(plan.bytes), 1 << a.log_split};
+  if (plan.times == 2) return launch("skinny_linear", shape, stream, gemm::skinny_wide_kernel<T, Out, Rows, 1, 2>, w_map, x_map, a);
   dispatch<1, 2, 3, 4>("skinny_linear: blocks", plan.blocks, [&](auto blocks) {
-    launch("skinny_linear", {static_cast<unsigned>(plan.ctas), gemm::kWideThreads, static_cast<size_t>(plan.bytes), 1 << a.log_split},
-           stream, gemm::skinny_wide_kernel<T, Out, Rows, decltype(blocks)::value>, w_map, x_map, a);
+    launch("skinny_linear", shape, stream, gemm::skinny_wide_kernel<T, Out, Rows, decltype(blocks)::value, 1>, w_map, x_map, a);
   });
 }
 

@@ -26,7 +26,7 @@ constexpr int kWideRows = 16;  // of x at most
 constexpr int kWideEngines = 2;
 constexpr int kWideThreads = kWideEngines * (128 + 32);
 constexpr int kWideSlab = 128;            // bytes of a row in a box: the span of the swizzle
-constexpr int kWideUnit = 2 * kWideSlab;  // two boxes at a time: 128 bytes a row read up to 40 % slower
+constexpr int kWideUnit = 2 * kWideSlab;  // of weights, two boxes at a time: 128 bytes a row read up to 40 % slower
 constexpr int kWideBlock = 64;            // rows of w of a wgmma
 constexpr int kWideBlocks = 4;            // of a CTA at most
 constexpr int kWideStages = 32;           // of a ring at most: a lane makes the barriers of each
@@ -37,7 +37,7 @@ constexpr int kWideBarriers = 16 + kWideEngines * 4 * kWideStages * 8;
 struct WideArgs {
   void* out;
   int m, columns;
-  int units;       // of K
+  int units;       // of K: as many bytes of a row as x is brought at a time, one or two times kWideUnit
   int log_split;   // of the CTAs of a cluster: 0, 1
   int block_rows;  // a multiple of 8, at most kWideBlock
   int w_stages, x_stages;
@@ -55,12 +55,12 @@ struct WideTurn {
   }
 };
 
-// Rows of x, padded: the N side of wgmma.
-template <class T, class Out, int Rows, int Blocks>
+// Rows of x, padded: the N side of wgmma. Times: kWideUnit in a unit of K.
+template <class T, class Out, int Rows, int Blocks, int Times>
 struct Wide {
   static constexpr int kItems = kWideSlab / static_cast<int>(sizeof(T)), kSlabs = kWideUnit / kWideSlab;
   static constexpr int kSums = Rows / 2;  // of a block and thread
-  static constexpr int kXUnit = wide_x_unit(Rows), kBlockSums = wide_sums(Rows);
+  static constexpr int kXUnit = Times * wide_x_unit(Rows), kBlockSums = wide_sums(Rows);
 
   const WideArgs& a;
   const CUtensorMap *w_map, *x_map;
@@ -92,7 +92,7 @@ struct Wide {
   }
 
   struct Weights {
-    int unit, block = 0, filled = 0;
+    int unit, block = 0, time = 0, filled = 0;
   };
 
   __device__ __forceinline__ void load(Weights& w, int stage) const {
@@ -100,15 +100,17 @@ struct Wide {
     barrier_arrive_expect(full, stage_bytes);
 #pragma unroll
     for (int s = 0; s < kSlabs; ++s) {
-      tma_load(to + s * slab, w_map, full, (w.unit * kSlabs + s) * kItems, row0 + w.block * a.block_rows);
+      tma_load(to + s * slab, w_map, full, ((w.unit * Times + w.time) * kSlabs + s) * kItems, row0 + w.block * a.block_rows);
     }
+    if (++w.time < Times) return;
+    w.time = 0;
     if (++w.block == Blocks) w.block = 0, w.unit += step;
   }
   __device__ __forceinline__ void load_x(int unit, int stage) const {
     const uint32_t full = x_full + 8 * stage, to = x_ring + stage * kXUnit;
     barrier_arrive_expect(full, kXUnit);
 #pragma unroll
-    for (int s = 0; s < kSlabs; ++s) tma_load(to + s * Rows * kWideSlab, x_map, full, (unit * kSlabs + s) * kItems, 0);
+    for (int s = 0; s < Times * kSlabs; ++s) tma_load(to + s * Rows * kWideSlab, x_map, full, (unit * Times * kSlabs + s) * kItems, 0);
   }
 
   __device__ __forceinline__ void fill(Weights& w, int stages) const {
@@ -125,7 +127,7 @@ struct Wide {
     if (!more) pdl_trigger();
     WideTurn w_turn, x_turn;
     for (int unit = first; unit < a.units; unit += step) {
-      for (int b = 0; more && b < Blocks; ++b) {
+      for (int b = 0; more && b < Blocks * Times; ++b) {
         barrier_wait(w_empty + 8 * w_turn.stage, w_turn.parity);
         load(w, w_turn.stage);
         w_turn.next(a.w_stages);
@@ -169,14 +171,15 @@ struct Wide {
       const uint32_t x = x_ring + x_turn.stage * kXUnit;
       barrier_wait(x_full + 8 * x_turn.stage, x_turn.parity);
 #pragma unroll
-      for (int b = 0; b < Blocks; ++b) {
+      for (int i = 0; i < Blocks * Times; ++i) {
+        const int b = i / Times;
         barrier_wait(w_full + 8 * w_turn.stage, w_turn.parity);
-        const uint32_t w = w_ring + w_turn.stage * stage_bytes;
+        const uint32_t w = w_ring + w_turn.stage * stage_bytes, part = x + i % Times * (kXUnit / Times);
         if constexpr (sizeof(T) == 2) {
-          product(acc[b], w, x, true);
+          product(acc[b], w, part, true);
         } else {
           float fresh[kSums];
-          product(fresh, w, x, false);
+          product(fresh, w, part, false);
 #pragma unroll
           for (int j = 0; j < kSums; ++j) acc[b][j] += fresh[j];
         }
@@ -300,12 +303,12 @@ struct Wide {
 // Orders execution, not memory: what it guards is a barrier's start, which has a fence of its own.
 __device__ __forceinline__ void wide_cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 
-template <class T, class Out, int Rows, int Blocks>
+template <class T, class Out, int Rows, int Blocks, int Times>
 __global__ void __launch_bounds__(kWideThreads, Blocks <= 2 ? 2 : 1)
     skinny_wide_kernel(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map,
                        const __grid_constant__ WideArgs args) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  using W = Wide<T, Out, Rows, Blocks>;
+  using W = Wide<T, Out, Rows, Blocks, Times>;
   const int warp = threadIdx.x / 32;
   const bool feeder = warp >= 4 * kWideEngines;
   if (args.early) pdl_trigger();
