@@ -1,16 +1,15 @@
 // y[m, n] = epilogue(sum_k x[m, k] w[n, k]) for up to 16 rows: the stream in which neither w nor x passes through registers.
 //
-// The weights are the 64-row side of wgmma, the rows of x its 16 columns (8 for up to 8). A CTA has an SM to itself, or half of it, and holds
-// two engines: one thread that feeds a ring of boxes of the weights and one of boxes of x, and a warpgroup that multiplies. An engine takes
-// every other unit of K (256 bytes, of some short rows 512) of all rows of its CTA in turn, and waits for nobody before the sums are added,
-// once. So x is read once by a CTA, in pieces, and the rest of shared memory holds weights in flight.
+// The weights are the 64-row side of wgmma, the rows of x its 16 columns (8 for up to 8). A CTA has an SM to itself, or half of it, and
+// holds two engines: one thread that feeds a ring of boxes of the weights and one of boxes of x, and a warpgroup that multiplies. An engine
+// takes every other unit of K (256 bytes, of some short rows 512) of all rows of its CTA in turn, and waits for nobody before the sums are
+// added, once. So x is read once by a CTA, in pieces, and the rest of shared memory holds weights in flight.
 //
 // Split 2: two CTAs of a cluster share K and have twice the rows each, so that half of x is read; each of them adds the sums of half of the
 // rows. Clusters of four start later than they gain (4096 x 4096 of bf16, 16 rows: 12.9 us, two 9.6, one 11.8).
 //
-// Order of a sum: the units of an engine in order (e4m3: each 256 bytes apart, since the tensor core keeps about 14 bits), then the engines.
-// It depends on N, K and the GPU, not on M.
-// Limits: base and rows of x and w at multiples of 16 bytes.
+// Order of a sum: the units of an engine in order (e4m3: each 256 bytes apart, since the tensor core keeps about 14 bits), then the
+// engines. It depends on N, K and the GPU, not on M. Limits: base and rows of x and w at multiples of 16 bytes.
 #pragma once
 #include <type_traits>
 
