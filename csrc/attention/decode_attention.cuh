@@ -3,9 +3,8 @@
 // Layout: q [T, H, D], caches [pages, P, K, D] with pages of any stride, o [T, H, D]; tiles, stream and joins: decode_work.cuh,
 // decode_load.cuh, decode_rows.cuh, decode_merge.cuh; for many segments decode_stream.cuh; docs/attention.md has the data flow and the
 // reasons.
-// Measured (H200, 32/8 heads, D = 128, pages of 64, us in a graph):
-//   bf16 cache B=1, 1k / 4k / 16k keys: 6.3 / 9.6 / 22.1; B=8, 1k: 12.6
-//   e4m3 cache B=1: 6.5 / 8.6 / 15.3; B=8, 1k: 9.4
+// Measured (H200, 32/8 heads, D = 128, pages of 64, us in a graph): B=8, 1k keys: 12.6, with an e4m3 cache 9.4. One sequence has a kernel
+// of its own (decode_one.cuh), but for the shapes that it lacks.
 // Limits: sm_90; D 64, 96, 128, 192, 256; P a power of two >= 16; 64 rows a sequence; rows beyond 16 per KV head (8 above D = 128)
 // take another pass over the keys, through L2.
 #pragma once
