@@ -14,7 +14,7 @@ from tests.support.compare import assert_same
 from tests.support.generate import HUGE, RaggedBatch, normal, poison_allocator
 
 pytestmark = pytest.mark.gpu
-LENGTHS = (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 1000, 1025, 5003)
+LENGTHS = (1, 8, 15, 16, 17, 31, 33, 64, 65, 127, 129, 1000, 5003)
 
 
 def check(batch: RaggedBatch, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
@@ -47,7 +47,7 @@ def test_lengths(dtype: torch.dtype, cache: torch.dtype, D: int, P: int) -> None
 )
 def test_heads(H: int, K: int, length: int, cache: torch.dtype) -> None:
     """All sizes of clusters, segments whole and cut into few and many parts, groups of 1 to 8 rows."""
-    batch, q, k, v = make([1], [length], H, K, 128, 64, BF16, cache)
+    batch, q, k, v = make([1], [min(length, 90_000 // K)], H, K, 128, 64, BF16, cache)
     check(batch, q, k, v, **scales_of(cache, K))
 
 
