@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from pyllm.api.refuse import Checked
+from pyllm.api.refuse import MAX_COUNT, Checked, listed
 from pyllm.plan.pages import PAGE_SIZES
 from pyllm.runtime.graph import graph_sizes
 
@@ -25,14 +25,8 @@ POLICIES = ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION")
 CACHE_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
-class _Config(Checked):
-    def _need_count(self, name: str) -> None:
-        value = getattr(self, name)
-        self._need(name, value is None or (type(value) is int and value >= 1), "None or an integer, at least 1")
-
-
 @dataclass(frozen=True, kw_only=True)
-class KvCacheConfig(_Config):
+class KvCacheConfig(Checked):
     """enable_block_reuse: keep the pages of known prefixes for later requests. enable_partial_reuse: where a prompt parts from them inside
     a page, read the page's beginning too. host_cache_size: bytes of pinned host memory for pages that others get.
     event_buffer_max_size: keep the latest so many events for `LLM.get_kv_cache_events`.
@@ -69,13 +63,13 @@ class KvCacheConfig(_Config):
             not isinstance(share, bool) and isinstance(share, (int, float)) and 0 < share <= 1,
             "more than 0, at most 1",
         )
-        self._need_count("max_tokens")
+        self._need_count("max_tokens", 1, none=True)
         for name in ("host_cache_size", "event_buffer_max_size"):
-            self._need(name, type(getattr(self, name)) is int and getattr(self, name) >= 0, "an integer, at least 0")
+            self._need_count(name, 0)
             alone = "0 with enable_block_reuse=False, which keeps no pages"
             self._need(name, self.enable_block_reuse or not getattr(self, name), alone)
-        self._need("tokens_per_block", self.tokens_per_block in PAGE_SIZES, f"one of {', '.join(map(str, PAGE_SIZES))}")
-        self._need("dtype", self.dtype in CACHE_DTYPES, " or ".join(map(repr, CACHE_DTYPES)))
+        self._need_one_of("tokens_per_block", PAGE_SIZES)
+        self._need_one_of("dtype", CACHE_DTYPES)
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -84,7 +78,7 @@ class KvCacheConfig(_Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerConfig(_Config):
+class SchedulerConfig(Checked):
     """capacity_scheduler_policy: "GUARANTEED_NO_EVICT" admits a request when the cache can hold all it may need; "MAX_UTILIZATION" when its
     known tokens fit, and computes some requests anew when the cache is full."""
 
@@ -96,11 +90,11 @@ class SchedulerConfig(_Config):
     }
 
     def __post_init__(self) -> None:
-        self._need("capacity_scheduler_policy", self.capacity_scheduler_policy in POLICIES, f"one of {', '.join(POLICIES)}")
+        self._need_one_of("capacity_scheduler_policy", POLICIES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CudaGraphConfig(_Config):
+class CudaGraphConfig(Checked):
     """batch_sizes: of the decode steps that are captured, or max_batch_size: the largest, with the usual ones below it.
     capture_num_tokens: sizes, in tokens, of the steps with prompts that are captured; None: up to 1024, and max_num_tokens."""
 
@@ -113,14 +107,13 @@ class CudaGraphConfig(_Config):
     }
 
     def __post_init__(self) -> None:
-        self._need_count("max_batch_size")
+        self._need_count("max_batch_size", 1, none=True)
         for name in ("batch_sizes", "capture_num_tokens"):
             sizes = getattr(self, name)
-            self._need(
-                name,
-                sizes is None or (isinstance(sizes, Sequence) and all(type(n) is int and n >= 1 for n in sizes)),
-                "None or integers, at least 1",
-            )
+            given = None if sizes is None else listed(sizes)
+            good = sizes is None or (given is not None and all(type(n) is int and 1 <= n <= MAX_COUNT for n in given))
+            self._need(name, good, "None or integers, at least 1")
+            object.__setattr__(self, name, given)
         self._need("batch_sizes", self.batch_sizes is None or self.max_batch_size is None, "None beside max_batch_size")
 
     def sizes(self, max_batch: int) -> list[int]:
@@ -133,7 +126,7 @@ class CudaGraphConfig(_Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NGramDecodingConfig(_Config):
+class NGramDecodingConfig(Checked):
     """Guess up to max_draft_len tokens from what followed the last max_matching_ngram_size tokens before, and verify them in one step.
 
     For text that repeats its prompt. Steps in which all requests are greedy guess; the host then waits for each step.
@@ -150,12 +143,11 @@ class NGramDecodingConfig(_Config):
 
     def __post_init__(self) -> None:
         self._need("max_draft_len", type(self.max_draft_len) is int and 1 <= self.max_draft_len <= 7, "an integer from 1 to 7")
-        size = self.max_matching_ngram_size
-        self._need("max_matching_ngram_size", type(size) is int and size >= 1, "an integer, at least 1")
+        self._need_count("max_matching_ngram_size", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftTargetDecodingConfig(_Config):
+class DraftTargetDecodingConfig(Checked):
     """Guess up to max_draft_len tokens as speculative_model, a smaller model of the same vocabulary, goes on; verify them in one step.
 
     speculative_model, weights, load_format, quant: as model, weights, load_format and quant of `LLM`. Steps in which all requests are

@@ -19,7 +19,7 @@ from pyllm.api.model import CHUNK, Parts, load_parts
 from pyllm.api.outputs import RequestOutput
 from pyllm.api.params import SamplingParams
 from pyllm.api.prompts import check_messages, for_each, one_prompt, prompt_ids
-from pyllm.api.refuse import GENERATE_HINTS, LLM_HINTS, check_llm, of_type, refuse_unknown, shown
+from pyllm.api.refuse import GENERATE_HINTS, LLM_HINTS, check_llm, need_flags, of_type, refuse_unknown, shown
 from pyllm.api.retention import KvCacheRetentionConfig
 from pyllm.api.text import TextOutput
 from pyllm.layers.one_kernel import in_one_kernel
@@ -87,11 +87,11 @@ class LLM:
         graphs = of_type("cuda_graph_config", cuda_graph_config, CudaGraphConfig)
         draft = of_type("speculative_config", speculative_config, NGramDecodingConfig, DraftTargetDecodingConfig)
         sizes = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
-        flags = {"skip_tokenizer_init": skip_tokenizer_init, "deterministic": deterministic, "progress": progress}
-        for name, given in {**flags, "disable_overlap_scheduler": disable_overlap_scheduler}.items():
-            of_type(name, given, bool)
+        of_type("one_kernel", one_kernel, bool)
+        need_flags("LLM", skip_tokenizer_init=skip_tokenizer_init, deterministic=deterministic, progress=progress)
+        need_flags("LLM", disable_overlap_scheduler=disable_overlap_scheduler)
         check_llm(watchdog_timeout, sizes, tokenizer if skip_tokenizer_init else None)
-        parts = load_parts(model, weights=weights, tokenizer=tokenizer, device=device, dtype=None if dtype == "auto" else dtype,
+        parts = load_parts(model, weights=weights, tokenizer=tokenizer, device=device, dtype=dtype,
                            load_format=load_format, quant=quant, invariant=deterministic, progress=progress)  # fmt: skip
         self.tokenizer, self._checkpoint = None if skip_tokenizer_init else parts.tokenizer, parts.checkpoint
         cuda, chunk = parts.device.type == "cuda", max_num_tokens or CHUNK[parts.device.type]
@@ -127,6 +127,7 @@ class LLM:
         """Complete one prompt or many, and wait for all. A prompt that can never run is a ValueError, and none is run; one that fails while
         it runs has finish_reason "error". sampling_params and kv_cache_retention_config: one for all, or one for each."""
         _refuse("generate", unsupported)
+        need_flags("LLM.generate", use_tqdm=use_tqdm)
         one = isinstance(inputs, (str, Mapping)) or one_prompt(inputs)
         prompts: list[Any] = [inputs] if one else list(inputs)
         each = for_each("sampling_params", sampling_params, len(prompts))
@@ -160,6 +161,7 @@ class LLM:
     ) -> RequestOutput:
         """Start one prompt. streaming: the handle can be iterated over, a look per step; else only its end can be waited for."""
         _refuse("generate_async", unsupported)
+        need_flags("LLM.generate_async", streaming=streaming)
         if sampling_params is not None and getattr(sampling_params, "use_beam_search", False):
             raise ValueError("LLM.generate_async: a beam search is known at its end alone; use generate")
         out = self._make(inputs, sampling_params, priority, cache_salt, kv_cache_retention_config, streaming)
@@ -289,7 +291,10 @@ def _guessing(
     if isinstance(draft, NGramDecodingConfig):
         return {"draft_len": draft.max_draft_len, "draft_ngram": draft.max_matching_ngram_size}, None
     where: dict[str, Any] = {"device": first.device, "dtype": first.dtype}
-    second = load_parts(
-        draft.speculative_model, weights=draft.weights, load_format=draft.load_format, quant=draft.quant, progress=progress, **where
-    )
+    try:
+        second = load_parts(
+            draft.speculative_model, weights=draft.weights, load_format=draft.load_format, quant=draft.quant, progress=progress, **where
+        )
+    except (ValueError, MemoryError) as error:  # else nobody knows which of the two models it is about
+        raise type(error)(f"speculative_config: {error}") from None
     return {"draft_len": draft.max_draft_len, "draft_model": (second.spec, in_one_kernel(second.module, one_kernel, second.dtype))}, second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pyllm import _native
-from pyllm.api.refuse import shown
+from pyllm.api.refuse import listed, shown
 from pyllm.plan.memory import weight_bytes
 from pyllm.plan.pages import free_bytes, show_bytes
 from pyllm.progress import progress_bar
@@ -66,8 +67,10 @@ def load_parts(
     from pyllm.load.staging import on_device
     from pyllm.models import spec_from_config
 
-    if load_format not in ("auto", "dummy"):
+    if not isinstance(load_format, str) or load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format is {shown(load_format)}, expected 'auto' or 'dummy'")
+    if weights is not None and not isinstance(weights, Mapping):
+        raise ValueError(f"weights is {shown(weights)}, expected a mapping, checkpoint name -> tensor")
     if not isinstance(model, (str, Path, Decoder)):
         raise ValueError(f"model is a {type(model).__name__}, expected a Decoder, a directory, a .gguf file or demo")
     where, checkpoint, config = pick_device(device), None, {}
@@ -86,8 +89,13 @@ def load_parts(
         _check_tied(checkpoint, spec)
     kind = pick_dtype(dtype, where, config)
     source = on_device(weights, where) if weights is not None else DummyWeights(spec, where, kind)
-    plan = as_stored(spec, weights) if quant == "stored" and weights is not None else quant_plan(quant)
+    stored = isinstance(quant, str) and quant == "stored" and weights is not None
+    plan = as_stored(spec, weights) if stored and weights is not None else quant_plan(quant)
     check_plan("LLM", spec, () if isinstance(quant, str) else plan)
+    if not plan and weights is not None and (wide := as_stored(spec, weights)):
+        warnings.warn(
+            f"{name}: {len(wide)} weights are stored in FP8 and expanded to {kind}; quant='stored' takes them as they are", stacklevel=3
+        )
     _check_room(name, weight_bytes(spec, kind, plan), kind, where)
     with progress_bar(f"loading {name}", len(source), "tensors", progress) as advance:
         module = bind(spec, source, quant=plan, device=where, dtype=kind, invariant=invariant, progress=advance)
@@ -130,7 +138,10 @@ def _tokenizer(given: Tokenizer | str | Path) -> Tokenizer:
 
 def quant_plan(quant: str | QuantPlan) -> QuantPlan:
     if not isinstance(quant, str):
-        return quant
+        pairs = listed(quant)
+        if pairs is None:
+            raise ValueError(f"quant is {shown(quant)}, expected 'fp8', or pairs (glob, Format) as in bind")
+        return pairs
     from pyllm.layers import Fp8
 
     known = {"fp8": Fp8(), "fp8-block": Fp8(granularity="block")}
@@ -138,8 +149,8 @@ def quant_plan(quant: str | QuantPlan) -> QuantPlan:
         words = ", ".join(map(repr, known))
         raise ValueError(f"quant is {quant!r}, expected {words}, 'stored' with a checkpoint, or pairs (glob, Format) as in bind")
     plain = ("*lm_head", "*embed_out", "*.gate", "*.router", "*.shared_expert_gate")  # head and routers: few bytes, and much hangs on them
-    plain += ("*.experts.*",) if quant == "fp8-block" else ()
-    return (*((name, None) for name in plain), ("*", known[quant]))
+    experts = ("*.experts.*",) if quant == "fp8-block" else ()
+    return (*((name, None) for name in (*plain, *experts)), ("*", known[quant]))
 
 
 def _check_room(name: str, need: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -176,7 +187,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if _native.kernels_available() else "cpu")
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         raise ValueError(f"device is {shown(device)}, expected cpu, cuda or cuda:N") from None
     if found.type not in ("cpu", "cuda") or (found.type == "cpu" and found.index):
         raise ValueError(f"device is {str(device)!r}, expected cpu, cuda or cuda:N")
@@ -191,15 +202,16 @@ def pick_device(device: str | torch.device | None) -> torch.device:
 
 
 def pick_dtype(dtype: str | torch.dtype | None, device: torch.device, config: Mapping[str, Any]) -> torch.dtype:
+    """None or "auto": fp32 on a CPU, on a GPU the checkpoint's 16-bit type, bf16 where it has none."""
     if isinstance(dtype, torch.dtype):
         name = str(dtype).removeprefix("torch.")
-    elif dtype is not None:
-        name = dtype
+    elif dtype is not None and not (isinstance(dtype, str) and dtype == "auto"):
+        name = dtype if isinstance(dtype, str) else ""
     elif device.type == "cpu":
         return torch.float32
     else:
         saved = str(config.get("dtype") or config.get("torch_dtype"))
         return torch.float16 if saved == "float16" else torch.bfloat16
     if name not in DTYPES:
-        raise ValueError(f"dtype is {shown(name)}, expected one of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype is {shown(dtype)}, expected one of {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, ClassVar
 
-from pyllm.api.refuse import Checked, shown
+from pyllm.api.refuse import Checked, is_text, listed, shown
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
@@ -116,8 +116,10 @@ class SamplingParams(Checked):
         for name in ("stop", "bad"):
             object.__setattr__(self, name, self._texts(name))
         object.__setattr__(self, "logit_bias", self._bias())
-        processors = self.logits_processor
-        object.__setattr__(self, "logits_processor", (processors,) if callable(processors) else _several("logits_processor", processors))
+        given = self.logits_processor
+        processors = (given,) if callable(given) else () if given is None else listed(given)
+        self._need("logits_processor", processors is not None, "a function or a list of functions")
+        object.__setattr__(self, "logits_processor", processors)
         self._check()
 
     def _check(self) -> None:
@@ -213,15 +215,19 @@ class SamplingParams(Checked):
 
     def _texts(self, name: str) -> tuple[str, ...]:
         value = getattr(self, name)
-        texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else () if value is None else (value,)
+        texts = (value,) if isinstance(value, str) else () if value is None else listed(value)
+        if texts is None:
+            raise ValueError(f"SamplingParams: {name} is {shown(value)}, expected a text or a list of texts")
         for text in texts:
-            if not isinstance(text, str) or not text:
+            if not is_text(text) or not text:
                 raise ValueError(f"SamplingParams: {name} holds {shown(text)}, expected texts that are not empty")
         return texts
 
     def _bias(self) -> tuple[tuple[int, float], ...]:
         value = self.logit_bias
-        pairs = tuple(value.items()) if isinstance(value, Mapping) else _several("logit_bias", value)
+        pairs = tuple(value.items()) if isinstance(value, Mapping) else () if value is None else listed(value)
+        if pairs is None:
+            raise ValueError(f"SamplingParams: logit_bias is {shown(value)}, expected {{token id: number}}")
         for pair in pairs:
             good = (
                 isinstance(pair, tuple) and len(pair) == 2 and not isinstance(pair[0], bool) and isinstance(pair[0], int) and pair[0] >= 0
@@ -237,19 +243,11 @@ def is_real(value: Any) -> bool:
     return number and (value == 0 or MIN_REAL <= abs(value) <= MAX_REAL)
 
 
-def _several(name: str, value: Any) -> tuple:
-    if value is not None and not isinstance(value, Iterable):
-        raise ValueError(
-            f"SamplingParams: {name} holds {shown(value)}, expected {'functions' if name == 'logits_processor' else 'token: value'}"
-        )
-    return tuple(value or ())
-
-
 def id_tuple(where: str, ids: Any) -> tuple[int, ...]:
     """Token ids, or one, as a tuple; the error begins with `where`."""
-    if not isinstance(ids, Iterable | int):
+    values = (ids,) if isinstance(ids, int) else listed(ids)
+    if values is None:
         raise ValueError(f"{where} is {shown(ids)}, expected token ids")
-    values = (ids,) if isinstance(ids, int) else tuple(ids)
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{where} holds {shown(value)}, expected token ids")
@@ -268,9 +266,9 @@ def check_prompt(prompt_token_ids: Any, params: Any, vocab: int, limit: int) -> 
     """The prompt's token ids. ValueError for what a model with `vocab` tokens and a context of `limit` could never run."""
     if not isinstance(params, SamplingParams):
         raise ValueError(f"submit: params is {shown(params)}, expected SamplingParams")
-    if not isinstance(prompt_token_ids, Iterable):
+    if (given := listed(prompt_token_ids)) is None:
         raise ValueError(f"submit: the prompt is {shown(prompt_token_ids)}, expected token ids")
-    prompt = list(prompt_token_ids)
+    prompt = list(given)
     if not prompt:
         raise ValueError("submit: the prompt is empty, expected at least one token")
     if len(prompt) >= limit:
@@ -286,5 +284,5 @@ def check_order(priority: object, salt: object) -> None:
     """ValueError for what would raise only in the engine's thread."""
     if type(priority) is not int:
         raise ValueError(f"submit: priority is {shown(priority)}, expected an integer")
-    if not isinstance(salt, str) or any("\ud800" <= c <= "\udfff" for c in salt):
+    if not is_text(salt):
         raise ValueError(f"submit: the cache salt is {shown(salt)}, expected a text")

@@ -9,6 +9,9 @@ from dataclasses import fields
 from typing import Any, ClassVar
 
 MAX_SECONDS = 1e9
+MAX_COUNT = 2**48 - 1  # bytes, tokens: no machine has more, and they fit all arithmetic
+SIZES = {"max_batch_size": (1, 2**16), "max_num_tokens": (1, 2**20), "max_seq_len": (2, 2**31 - 1)}
+"""Of `LLM`: the least, with which something can run, and the most that arrays are made for."""
 _ONE_GPU = "one GPU is served"
 LLM_HINTS = dict.fromkeys(
     ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "moe_expert_parallel_size"), _ONE_GPU
@@ -55,6 +58,24 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def listed(value: Any) -> tuple[Any, ...] | None:
+    """What a list, or anything like one, holds; None for what is none: a text is not its letters, a dict not its keys."""
+    if isinstance(value, (str, bytes, bytearray, Mapping)) or not isinstance(value, Iterable):
+        return None
+    try:
+        return tuple(value)
+    except TypeError:  # an array of no dimensions
+        return None
+
+
+def is_text(value: Any) -> bool:
+    """Text that can be written down: half of a surrogate pair cannot."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
 def refuse_unknown(owner: str, given: Mapping[str, Any], known: Iterable[str], hints: Mapping[str, str]) -> None:
     """TypeError for the first argument that `owner` does not take: with its hint, or the name that it may have meant."""
     names = list(known)
@@ -82,6 +103,18 @@ class Checked:
         if not good:
             raise ValueError(f"{type(self).__name__}: {name} is {shown(getattr(self, name))}, expected {expected}")
 
+    def _need_one_of(self, name: str, options: Iterable[int | str]) -> None:
+        """By type too: 64.0 equals 64, an array equals it in part."""
+        value = getattr(self, name)
+        known = any(type(value) is type(option) and value == option for option in options)
+        self._need(name, known, f"one of {', '.join(map(str, options))}")
+
+    def _need_count(self, name: str, low: int, none: bool = False) -> None:
+        value = getattr(self, name)
+        good = (none and value is None) or (type(value) is int and value >= low)
+        self._need(name, good, f"{'None or ' * none}an integer, at least {low}")
+        self._need(name, value is None or value <= MAX_COUNT, f"at most {MAX_COUNT}")
+
 
 def check_llm(watchdog_timeout: Any, sizes: Mapping[str, Any], unused_tokenizer: Any) -> None:
     """Before anything is loaded. sizes: by the names that `LLM` gives them; None is good but for max_batch_size."""
@@ -89,14 +122,23 @@ def check_llm(watchdog_timeout: Any, sizes: Mapping[str, Any], unused_tokenizer:
         raise ValueError("LLM: a tokenizer is given beside skip_tokenizer_init=True; leave one of them out")
     number = isinstance(watchdog_timeout, (int, float)) and not isinstance(watchdog_timeout, bool)
     if not number or not (0 < watchdog_timeout <= MAX_SECONDS or watchdog_timeout == math.inf):
-        most = f"more than 0, at most {MAX_SECONDS:g}, or inf"
-        raise ValueError(f"LLM: watchdog_timeout is {shown(watchdog_timeout)}, expected seconds, {most}")
+        wanted = f"seconds, more than 0, at most {MAX_SECONDS:g}, or inf"
+        raise ValueError(f"LLM: watchdog_timeout is {shown(watchdog_timeout)}, expected {wanted}")
     for name, value in sizes.items():
-        if (value is not None or name == "max_batch_size") and (type(value) is not int or value < 1):
-            raise ValueError(f"LLM: {name} is {shown(value)}, expected an integer, at least 1")
+        least, most = SIZES[name]
+        if (value is not None or name == "max_batch_size") and (type(value) is not int or value < least):
+            raise ValueError(f"LLM: {name} is {shown(value)}, expected an integer, at least {least}")
+        if value is not None and value > most:
+            raise ValueError(f"LLM: {name} is {shown(value)}, expected at most {most}")
 
 
 def of_type(name: str, value: Any, *kinds: type) -> Any:
     if value is not None and not isinstance(value, kinds):
         raise ValueError(f"LLM: {name} is {shown(value)}, expected a {' or '.join(k.__name__ for k in kinds)}")
     return value
+
+
+def need_flags(owner: str, **flags: Any) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{owner}: {name} is {shown(value)}, expected a bool")

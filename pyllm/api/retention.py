@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pyllm.api.refuse import Checked
+from pyllm.api.refuse import Checked, listed
 from pyllm.twins.pool import PRIORITY, TOP_PRIORITY
 
 _FOREVER = "None: a page keeps its priority until it is given away"
@@ -32,9 +32,8 @@ class TokenRange(_Priorities):
     duration_ms: None = None
 
     def __post_init__(self) -> None:
-        self._need("token_start", type(self.token_start) is int and self.token_start >= 0, "an integer, at least 0")
-        after = self.token_end is None or (type(self.token_end) is int and self.token_end > self.token_start)
-        self._need("token_end", after, f"None or an integer, more than token_start={self.token_start}")
+        self._need_count("token_start", 0)
+        self._need_count("token_end", self.token_start + 1, none=True)
         self._need_priority("priority")
         self._need("duration_ms", self.duration_ms is None, _FOREVER)
 
@@ -60,9 +59,11 @@ class KvCacheRetentionConfig(_Priorities):
     }
 
     def __post_init__(self) -> None:
-        ranges = self.token_range_retention_configs
-        good = isinstance(ranges, Sequence) and all(isinstance(r, TokenRange) for r in ranges)
+        ranges = listed(self.token_range_retention_configs)
+        good = ranges is not None and all(isinstance(r, TokenRange) for r in ranges)
         self._need("token_range_retention_configs", good, "a list of KvCacheRetentionConfig.TokenRangeRetentionConfig")
+        object.__setattr__(self, "token_range_retention_configs", ranges)  # the engine reads it later, in another thread
+        assert ranges is not None
         ordered = sorted(ranges, key=lambda r: r.token_start)
         apart = all(a.token_end is not None and a.token_end <= b.token_start for a, b in pairwise(ordered))
         self._need("token_range_retention_configs", apart, "ranges that do not overlap")

@@ -71,11 +71,10 @@ class Logprobs:
 
     @classmethod
     def start(cls, logits: Tensor, tokens: Tensor, rows: Sequence[int], tops: Sequence[int]) -> Logprobs:
-        """rows: of the logits and tokens (-1, a row that failed, is never reported; it only must not index outside the row)."""
+        """rows: of the logits and tokens; a negative token, of a row that failed, has rank 0."""
         if len(rows) < len(logits):
             index = to_device(rows, logits.device)
             logits, tokens = logits[index], tokens[index]
-        tokens = tokens.clamp_min(0)
         return cls(list(tops), [to_host(t) for t in (tokens, *token_logprobs(logits, tokens, max(tops)))])
 
     def read(self) -> Iterator[TokenLogprob]:

@@ -309,7 +309,7 @@ def test_shutdown_ends_what_runs() -> None:
         (lambda f: KvCacheConfig(onboard_blocks=True), TypeError, "onboard_blocks is not supported"),
         (lambda f: KvCacheConfig(tokens_per_block=48), ValueError, "tokens_per_block is 48, expected one of 16, 32, 64, 128"),
         (lambda f: KvCacheConfig(free_gpu_memory_fraction=0), ValueError, "free_gpu_memory_fraction is 0"),
-        (lambda f: KvCacheConfig(dtype="nvfp4"), ValueError, "dtype is 'nvfp4', expected 'auto' or 'fp8'"),
+        (lambda f: KvCacheConfig(dtype="nvfp4"), ValueError, "dtype is 'nvfp4', expected one of auto, fp8, int8"),
         (lambda f: SchedulerConfig(capacity_scheduler_policy="STATIC_BATCH"), ValueError, "expected one of GUARANTEED_NO_EVICT"),
         (lambda f: CudaGraphConfig(batch_sizes=[0]), ValueError, "batch_sizes is [0]"),
         (lambda f: CudaGraphConfig(batch_sizes=[1], max_batch_size=2), ValueError, "expected None beside max_batch_size"),

@@ -149,7 +149,7 @@ def test_priorities_without_reuse_are_refused(tmp_path) -> None:
     ("make_config", "error", "text"),
     [
         (lambda: Range(-1), ValueError, "token_start is -1, expected an integer, at least 0"),
-        (lambda: Range(4, 4), ValueError, "token_end is 4, expected None or an integer, more than token_start=4"),
+        (lambda: Range(4, 4), ValueError, "token_end is 4, expected None or an integer, at least 5"),
         (lambda: Range(0, 4, 101), ValueError, "priority is 101, expected an integer from 0 to 100"),
         (lambda: Range(0, 4, True), ValueError, "priority is True, expected an integer from 0 to 100"),
         (lambda: Range(0, None, 5, 5), ValueError, "duration_ms is 5, expected None: a page keeps its priority until it is given away"),
