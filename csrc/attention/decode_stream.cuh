@@ -1,7 +1,7 @@
 // decode_attention for many segments: every warp is a worker of its own, with a run of whole segments but for the first and the last, and
 // no CTA-wide barrier behind the work map. A warp's ring is filled by TMA, a box of the keys or of the values of a step at a time, which
-// costs it a few instructions where 16-byte copies cost it a thousand clocks a step. Whatever a segment needs before its first key is asked
-// for a segment ahead: its sequence, its page numbers, its queries.
+// costs it a few instructions where 16-byte copies cost it a thousand clocks a step. The rings of warps with neighbouring heads are filled
+// together. Whatever a segment needs before its first key is asked for a segment ahead: its sequence, its page numbers, its queries.
 // Measured (H200, 32/8 heads, D = 128, pages of 64, us in a graph; CTAs as workers in brackets):
 //   e4m3 cache B=1024, 128 to 256 keys: 115 (196); B=128, 300: 26 (32); B=256, 1k: 132 (142); B=512, 1k to 2k: 392 (406)
 //   bf16 cache B=1024, 128 to 256 keys: 208 (214); B=256, 1k: 252 (254)
@@ -27,8 +27,10 @@ struct StreamShape : DecodeShape<Stored, Dim, 1> {
   static constexpr int kTailKeys = 8;                         // of the boxes of a step that is not read whole
   static constexpr int kTails = Base::kStepKeys / kTailKeys;
   static constexpr int kSlots = kRingBytes / (kWarps * Base::kHalf);
+  static constexpr int kMaxShift = 3;                                 // log2 of the warps that share a ring at most
   static constexpr int kSmem = kWarps * kSlots * Base::kHalf + 1024;  // boxes start at multiples of 1 KiB
-  static_assert(Base::kRowTiles == 1 && Base::kHalf % 1024 == 0 && (!kSplit || Base::kTiles == 1) && kParts * kTails <= 32);
+  static_assert(Base::kRowTiles == 1 && Base::kHalf % 1024 == 0 && (!kSplit || Base::kTiles == 1));
+  static_assert((kParts * kTails << kMaxShift) <= 32);  // a box to a lane
 };
 
 // Boxes of whole steps of keys and values, then those of kTailKeys rows.
@@ -51,6 +53,44 @@ struct Sequences {
     return sequence_of(p, __shfl_sync(kAllLanes, start, i), __shfl_sync(kAllLanes, stop, i), __shfl_sync(kAllLanes, length, i));
   }
 };
+
+// The warps of a CTA that read neighbouring heads of one run share a ring, whose slots have a box for each of them, and ask for the boxes
+// of a slot together: what lies side by side in memory is then read at one time. The warp that is the last to have read a slot fills it.
+template <class S>
+struct Ring {
+  uint32_t slots, barriers;
+  uint32_t reads;  // how many times a slot has been read
+  int shift;       // log2 of the warps of the group
+  int own;         // bytes to this warp's part of a slot
+  bool leads;      // the first of the group
+
+  __device__ __forceinline__ uint32_t slot(int i) const { return slots + i * (S::kHalf << shift); }
+  __device__ __forceinline__ uint32_t barrier(int i) const { return barriers + 8 * i; }
+
+  // Whether all others of the group have read the slot, too.
+  __device__ __forceinline__ bool last_to_read(int i, int lane) const {
+    uint32_t before = 0;
+    if (lane == 0) {
+      asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;" : "=r"(before) : "r"(reads + 4 * i) : "memory");
+    }
+    return (~__shfl_sync(kAllLanes, before, 0) & ((1u << shift) - 1)) == 0;
+  }
+};
+
+// A box that is read once: it is the first to leave L2, where parts of segments, page numbers and queries stay.
+__device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, uint64_t policy, int c0, int c1, int c2,
+                                         int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], "
+      "%3;" ::"r"(to),
+      "l"(map), "r"(barrier), "l"(policy), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+__device__ __forceinline__ uint64_t read_once() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 
 // A warp's stream of keys and values.
 template <class S>
@@ -85,31 +125,37 @@ struct StreamLoader {
     }
   }
 
-  // The next half step to a slot, whose barrier then completes. Of a step with rows below the window or past the end come only the boxes of
-  // kTailKeys rows that hold others. Each lane has a box at most.
-  __device__ __forceinline__ void issue(const DecodeAttentionParams& p, const StreamMaps& maps, int lane, uint32_t slot, uint32_t barrier) {
+  // The next half step of all heads of the group to slot i, whose barrier then completes; fresh: nothing was in it before. Of a step with
+  // rows below the window or past the end come only the boxes of kTailKeys rows that hold others. Each lane has a box at most.
+  __device__ __forceinline__ void issue(const DecodeAttentionParams& p, const StreamMaps& maps, int lane, const Ring<S>& ring, int i,
+                                        bool fresh) {
     if (next >= last) return;
+    constexpr int kEach = S::kParts * S::kTails;  // boxes of a head
     const int first = next * S::kStepKeys, low = at.s.low - first, high = at.s.length - first;
-    int map = values ? 1 : 0, part = 0, row = 0, bytes = S::kHalf;
-    bool mine;
-    if (low <= 0 && high >= S::kStepKeys) {
-      mine = lane < (S::kSplit || (S::kTiles == 2 && p.page_shift < 5) ? 2 : 1);
+    const bool whole = low <= 0 && high >= S::kStepKeys;
+    int map = values ? 1 : 0, head, part = 0, row = 0, bytes = S::kHalf;
+    bool mine = true;
+    if (whole) {
+      const int two = S::kSplit || (S::kTiles == 2 && p.page_shift < 5) ? 1 : 0;
+      head = lane >> two;
       if constexpr (S::kSplit) {
-        part = lane;
+        part = lane & two;
       } else {
-        row = lane * kTileKeys;
+        row = (lane & two) * kTileKeys;
       }
     } else {
-      part = lane / S::kTails, row = lane % S::kTails * S::kTailKeys;
-      mine = part < S::kParts && row < high && row + S::kTailKeys > low;
+      head = lane / kEach, part = lane % kEach / S::kTails, row = lane % S::kTails * S::kTailKeys;
+      mine = row < high && row + S::kTailKeys > low;
       bytes = ((min(high, S::kStepKeys) + S::kTailKeys - 1) / S::kTailKeys - max(low, 0) / S::kTailKeys) * (S::kTailKeys * S::kRowBytes);
       map += 2;
     }
     const int page = __shfl_sync(kAllLanes, pages, ((next - batch) * S::kTiles + row / kTileKeys) & 31);
-    if (lane == 0) barrier_arrive_expect(barrier, bytes);
-    if (mine) {
-      tma_load(slot + part * (S::kHalf / 2) + row * S::kBoxBytes, maps.of + map, barrier, part * (S::kDim / 2), at.head,
-               (first + row) & page_mask, page);
+    if (ring.shift == 0 || (fresh ? ring.leads : ring.last_to_read(i, lane))) {
+      if (lane == 0) barrier_arrive_expect(ring.barrier(i), bytes << ring.shift);
+      if (mine && head < 1 << ring.shift) {
+        load_box(ring.slot(i) + head * S::kHalf + part * (S::kHalf / 2) + row * S::kBoxBytes, maps.of + map, ring.barrier(i), read_once(),
+                 part * (S::kDim / 2), (at.head >> ring.shift << ring.shift) + head, (first + row) & page_mask, page);
+      }
     }
     values = !values;
     if (values) return;
@@ -166,12 +212,12 @@ struct StreamEnd {
     const QueryRow two[2] = {query_row(p, at, lane % 4 * 2), query_row(p, at, lane % 4 * 2 + 1)};
     float4 sums = sums_of(rows);
     if (at.step != at.s.first) {
-      if (two[0].exists) leave(rows, sums);
+      leave(rows, sums);
       return;
     }
 #pragma unroll 1
     for (int i = 1; i <= pieces; ++i) {
-      if (two[0].exists) add_part(rows, sums, worker + p.lanes * i);
+      add_part(rows, sums, worker + p.lanes * i);
       __syncwarp();  // the sums have many readers: cleared when all have them
       if (lane < kRowTile) space.sum(worker + p.lanes * i, 0, 0, 0)[lane].stamp = 0;
     }
@@ -213,50 +259,40 @@ struct StreamEnd {
   }
 
   __device__ __forceinline__ void leave(const Rows<S>& rows, const float4& sums) const {
-    if (lane < 4) {
-      Packet* const to = space.sum(worker, 0, 0, lane);
-      store_packet(to, sums.x, sums.y, p.stamp);
-      store_packet(to + 1, sums.z, sums.w, p.stamp);
-    }
+    float4* const to = outs_of(worker);
 #pragma unroll
-    for (int d = 0; d < S::kBlocks; ++d) {
-      Packet* const to = space.out(worker, 0, d * 32 + lane);
-      store_packet(to, rows.o[0][d][0], rows.o[0][d][1], p.stamp);
-      store_packet(to + 1, rows.o[0][d][2], rows.o[0][d][3], p.stamp);
+    for (int d = 0; d < S::kBlocks; ++d) to[d * 32 + lane] = {rows.o[0][d][0], rows.o[0][d][1], rows.o[0][d][2], rows.o[0][d][3]};
+    __threadfence();
+    __syncwarp();
+    if (lane < 4) {
+      Packet* const flag = space.sum(worker, 0, 0, lane);
+      store_packet(flag, sums.x, sums.y, p.stamp);
+      store_packet(flag + 1, sums.z, sums.w, p.stamp);
     }
   }
 
+  // Outputs of a part: half of the place of packets that have a stamp each, and nobody clears them. Such packets spare a fence, which a
+  // warp with keys under way has time for; what is written early and read late passes through memory, of which all warps want more.
+  __device__ __forceinline__ float4* outs_of(int worker) const { return reinterpret_cast<float4*>(space.out(worker, 0, 0)); }
+
   // The part of another worker, as soon as it is there.
   __device__ __forceinline__ void add_part(Rows<S>& rows, float4& sums, int other) const {
-    Packet of_sums[2], of_outs[S::kBlocks][2];
+    Packet of_sums[2];
     const Packet* const from = space.sum(other, 0, 0, lane % 4);
-    bool here;
     do {
       of_sums[0] = load_packet(from), of_sums[1] = load_packet(from + 1);
-      here = of_sums[0].stamp == p.stamp && of_sums[1].stamp == p.stamp;
-#pragma unroll
-      for (int d = 0; d < S::kBlocks; ++d) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          of_outs[d][i] = load_packet(space.out(other, 0, d * 32 + lane) + i);
-          here &= of_outs[d][i].stamp == p.stamp;
-        }
-      }
-    } while (!here);
+    } while (of_sums[0].stamp != p.stamp || of_sums[1].stamp != p.stamp);
+    __threadfence();
     const float4 others{low_of(of_sums[0].floats), high_of(of_sums[0].floats), low_of(of_sums[1].floats), high_of(of_sums[1].floats)};
-    const float4 mine = sums;
+    const float4 mine = sums, *const outs = outs_of(other);
 #pragma unroll
     for (int d = 0; d < S::kBlocks; ++d) {
       float (&o)[4] = rows.o[0][d];
       Quad quad{mine, {o[0], o[1], o[2], o[3]}};
-      const Quad part[1] = {
-          {others,
-           {low_of(of_outs[d][0].floats), high_of(of_outs[d][0].floats), low_of(of_outs[d][1].floats), high_of(of_outs[d][1].floats)}}};
+      const Quad part[1] = {{others, __ldcg(outs + d * 32 + lane)}};
       join(quad, part);
       o[0] = quad.o.x, o[1] = quad.o.y, o[2] = quad.o.z, o[3] = quad.o.w;
       sums = quad.sums;
-      Packet* const outs = space.out(other, 0, d * 32 + lane);
-      outs[0].stamp = outs[1].stamp = 0;
     }
   }
 
@@ -306,10 +342,20 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   extern __shared__ uint8_t stream_smem[];
   __shared__ LocateScratch<S::kWarps, S::kWarps> scratch;
   __shared__ uint64_t barriers[S::kWarps * S::kSlots];
+  __shared__ uint32_t reads[S::kWarps * S::kSlots];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const uint32_t ring = (smem_address(stream_smem) + 1023) / 1024 * 1024 + warp * (S::kSlots * S::kHalf);
-  const uint32_t full = smem_address(barriers + warp * S::kSlots);
-  if (lane < S::kSlots) barrier_init(full + 8 * lane, 1), barrier_init_fence();
+  const int shift = min(S::kMaxShift, __ffs(p.lanes) - 1), leader = warp >> shift << shift;
+  const Ring<S> ring{(smem_address(stream_smem) + 1023) / 1024 * 1024 + leader * (S::kSlots * S::kHalf),
+                     smem_address(barriers + leader * S::kSlots),
+                     smem_address(reads + leader * S::kSlots),
+                     shift,
+                     (~warp & ((1 << shift) - 1)) * S::kHalf,  // the last warp has the first head
+                     warp == leader};
+  if (warp == leader && lane < S::kSlots) {
+    barrier_init(ring.barrier(lane), 1);
+    barrier_init_fence();
+    reads[leader * S::kSlots + lane] = 0;
+  }
   if (threadIdx.x < 4) prefetch_map(maps.of + threadIdx.x);
   prefetch_shared_indices(p);
   __syncwarp();
@@ -325,7 +371,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     rows.clear(p, at, lane);
 #pragma unroll 1
     for (int i = 0; i < S::kSlots; ++i) {
-      loader.issue(p, maps, lane, ring + i * S::kHalf, full + 8 * i);
+      loader.issue(p, maps, lane, ring, i, true);
       if (i == 0) loader.look_ahead(p, lane);
     }
     rows.convert(p);
@@ -335,7 +381,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     uint32_t phase = 0;
     const auto refill_slot = [&] {
       __syncwarp();
-      loader.issue(p, maps, lane, ring + slot * S::kHalf, full + 8 * slot);
+      loader.issue(p, maps, lane, ring, slot, false);
       if (++slot == S::kSlots) slot = 0, phase ^= 1;
     };
 #pragma unroll 1
@@ -350,13 +396,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll 1
       for (int step = at.step; step < end; ++step) {
         const int first = step * S::kStepKeys;
-        barrier_wait(full + 8 * slot, phase);
+        barrier_wait(ring.barrier(slot), phase);
         float s[1][S::kTiles][4];
-        rows.scores(ring + slot * S::kHalf, lane, s);
+        rows.scores(ring.slot(slot) + ring.own, lane, s);
         refill_slot();
         rows.weigh(p, at, first, lane, s);
-        barrier_wait(full + 8 * slot, phase);
-        const uint32_t values = ring + slot * S::kHalf;
+        barrier_wait(ring.barrier(slot), phase);
+        const uint32_t values = ring.slot(slot) + ring.own;
         if (first < at.s.low || first + S::kStepKeys > at.s.length) {
           clear_values<S>(values, at.s.low - first, at.s.length - first, lane);
         }

@@ -72,6 +72,71 @@ def test_equal_lengths(count: int, length: int) -> None:
     check(batch, q, k, v, **scales_of(FP8, 4))
 
 
+# H, K, sequences, keys at most. Rings of 8, 4, 2 warps and of one, with all warps at work in several segments.
+GROUPS = [
+    (32, 32, 260, 110),
+    (64, 8, 480, 400),
+    (64, 16, 230, 500),
+    (4, 4, 620, 300),
+    (24, 12, 200, 260),
+    (6, 2, 980, 200),
+    (12, 3, 700, 230),
+]
+
+
+@pytest.mark.parametrize("cache", [BF16, FP8])
+@pytest.mark.parametrize(("H", "K", "count", "most"), GROUPS)
+def test_warps_that_share_a_ring(H: int, K: int, count: int, most: int, cache: torch.dtype) -> None:
+    batch, q, k, v = make([1] * count, [(b * 37) % most for b in range(count)], H, K, 64 if K > 4 else 128, 32, BF16, cache, spare=1)
+    check(batch, q, k, v, **scales_of(cache, K))
+
+
+@pytest.mark.parametrize("cache", [BF16, FP8])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_of_warps_that_share_a_ring(case: str, cache: torch.dtype) -> None:
+    options = sinks_of(OPTIONS[case], 64) | scales_of(cache, 32)
+    batch, q, k, v = make([1] * 130, [300 + 11 * b % 230 for b in range(130)], 64, 32, 128, 64, BF16, cache)
+    check(batch, q, k, v, **options)
+
+
+@pytest.mark.parametrize("most", [100, 500])
+def test_sequences_of_several_rows_and_of_none(most: int) -> None:
+    """Of more rows than max_q, whose rows stay as they are, and with different numbers of chunks."""
+    count, rows = 270, [(1, 3, 0, 2, 5, 1)[b % 6] for b in range(270)]
+    lengths = [0 if b % 7 == 5 else 6 + 29 * b % most for b in range(count)]
+    batch, q, k, v = make(rows, lengths, 128, 32, 64, 16, BF16, FP8)
+    got = call(batch, q, k, v, max_q=4)
+    mine = torch.repeat_interleave(torch.tensor(batch.q_lens()) <= 4, torch.tensor(batch.q_lens()))
+    compare((got[0][mine.cuda()], got[1][mine.cuda()]), *without_long(batch, q, 4), k, v)
+
+
+def without_long(batch: RaggedBatch, q: Tensor, most: int) -> tuple[RaggedBatch, Tensor]:
+    """The same batch with no rows for sequences of more than `most`."""
+    lens = torch.tensor(batch.q_lens())
+    kept = torch.where(lens <= most, lens, 0)
+    rows = torch.repeat_interleave(lens <= most, lens)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), kept.cumsum(0)]).int()
+    now = RaggedBatch(starts, batch.kv_lens, batch.page_table, batch.positions[rows], batch.slots[rows], batch.pages, batch.page_size)
+    return now, q[rows]
+
+
+@pytest.mark.parametrize(("count", "most"), [(260, 110), (120, 400)])
+def test_bits_beside_another_kernel(count: int, most: int) -> None:
+    """It holds some of the SMs for some of the time, so that warps drift apart and wait for each other."""
+    batch, q, k, v = make([1] * count, [(b * 37) % most for b in range(count)], 32, 32, 128, 64, BF16, FP8)
+    at = batch.to("cuda")
+    args = (q.cuda(), k.cuda(), v.cuda(), at.page_table, at.q_starts, at.kv_lens)
+    want = ops.decode_attention(*args, scale=0.1)
+    beside, a = torch.cuda.Stream(), torch.zeros(1024, 1024, device="cuda")
+    torch.cuda.synchronize()
+    for i in range(40):
+        with torch.cuda.stream(beside):
+            for _ in range(i % 4):
+                torch.mm(a[: 128 * (1 + i % 8)], a)
+        for got, expected in zip(ops.decode_attention(*args, scale=0.1), want, strict=True):
+            assert_same(got, expected, f"run {i}")
+
+
 @pytest.mark.parametrize("cache", [BF16, FP8])
 def test_pages_between_those_of_others(cache: torch.dtype) -> None:
     """K and V interleaved page by page, q as a slice of qkv."""
@@ -95,9 +160,10 @@ def test_one_page_for_all() -> None:
     compare(got, now, q, k.contiguous(), v.contiguous(), scale=0.1)
 
 
-def test_graph_replay_with_changed_lengths() -> None:
+@pytest.mark.parametrize(("H", "K", "count"), [(8, 4, COUNT), (32, 32, 150)])
+def test_graph_replay_with_changed_lengths(H: int, K: int, count: int) -> None:
     """The parts that one replay leaves for others are not taken for those of the next."""
-    batch, q, k, v = make([1] * COUNT, [300] * COUNT, 8, 4, 128, 32, BF16, FP8)
+    batch, q, k, v = make([1] * count, [300] * count, H, K, 128, 32, BF16, FP8)
     pools = [x.float().nan_to_num().to(FP8).cuda() for x in (k, v)]
     static = [q.cuda(), *pools, *(x.cuda() for x in (batch.page_table, batch.q_starts, batch.kv_lens))]
     ops.decode_attention(*static, scale=0.1)
@@ -105,9 +171,9 @@ def test_graph_replay_with_changed_lengths() -> None:
     with torch.cuda.graph(graph):
         results = [ops.decode_attention(*static, scale=0.1) for _ in range(2)]
     generator = torch.Generator().manual_seed(3)
-    for most in (301, 2, 301, 90):
+    for most in (301, 2, 301, 90, 301):
         static[0].copy_(normal(*q.shape, dtype=BF16))
-        static[5].copy_(torch.randint(0, most, (COUNT,), dtype=torch.int32, generator=generator))
+        static[5].copy_(torch.randint(0, most, (count,), dtype=torch.int32, generator=generator))
         graph.replay()
         now = RaggedBatch(batch.q_starts, static[5].cpu(), batch.page_table, batch.positions, batch.slots, batch.pages, batch.page_size)
         for got in results:
