@@ -10,18 +10,26 @@
 
 namespace pyllm::dense {
 
+// Parts of columns that are no multiple of 16, which fill the GPU where others do not, go to memory without TMA.
+template <int BN, int Split>
+constexpr bool kFewDirect = BN / Split % 16 != 0;
+
 template <class T_, class Out_, int BN_, int Split_>
-struct FewTile : Tile<T_, Out_, Way::kTogether, 64, BN_, Split_> {
-  using Base = Tile<T_, Out_, Way::kTogether, 64, BN_, Split_>;
+struct FewTile : Tile<T_, Out_, Way::kTogether, 64, kFewDirect<BN_, Split_> ? 64 * Split_ : BN_, Split_> {
+  using Base = Tile<T_, Out_, Way::kTogether, 64, kFewDirect<BN_, Split_> ? 64 * Split_ : BN_, Split_>;
+  static constexpr bool kDirect = kFewDirect<BN_, Split_>;
+  static constexpr int BN = BN_, R = BN / 2, kBytesB = BN * kStageBytes, kBytesColumns = BN * 8;
+  static constexpr int kBytesJoin = (Split_ - 1) * 64 * (BN / Split_) * 4;
+  static constexpr int kChunkBytes = kDirect ? 0 : Base::kChunkBytes;
   static constexpr int kBoxes = 2, BK = kBoxes * Base::BK;
-  static constexpr int kBytesX = kBoxes * Base::kBytesA, kBytesW = kBoxes * Base::kBytesB;  // of a stage
-  static constexpr int kTail = Base::kTail + kBarrierBytes;                                 // twice the barriers
+  static constexpr int kBytesX = kBoxes * Base::kBytesA, kBytesW = kBoxes * kBytesB;  // of a stage
+  static constexpr int kTail = Base::kChunkBuffers * kChunkBytes + kBytesColumns + kBytesJoin + 2 * kBarrierBytes;
   static constexpr int kRoom = kSmemPerSm - 1024 - kTail;
   static constexpr int kXStages = kRoom / (kBytesX + kBytesW), kWStages = (kRoom - kXStages * kBytesX) / kBytesW;
   static constexpr int kStages = kXStages + kWStages;  // those of w first
   static constexpr int kRing = kXStages * kBytesX + kWStages * kBytesW;
   static constexpr int kSmem = kRing + kTail;
-  static_assert(kXStages >= 2 && 8 * (2 * kStages + 3) <= 2 * kBarrierBytes);
+  static_assert(kXStages >= 2 && BN / Split_ % 8 == 0 && 8 * (2 * kStages + 3) <= 2 * kBarrierBytes);
 };
 
 // A place in one of the two rings.
@@ -119,9 +127,28 @@ __device__ __forceinline__ void sum_few(float (&d)[1][C::R], const Shared<C>& sm
   gemm::release(previous_x);
 }
 
+// The columns of this CTA, two at a time.
+template <class C>
+__device__ __forceinline__ void store_few(const float (&d)[C::R], const float (&row_scale)[2], typename C::Out* out, const Shape& shape,
+                                          const Shared<C>& smem, int n, int own) {
+  const int lane = threadIdx.x % 32, row = 16 * (threadIdx.x / 32 % 4) + lane / 4;
+#pragma unroll
+  for (int u = 0; u < C::BN / C::kSplit / 8; ++u) {
+    const int column = n + own + 8 * u;
+    float v[2][2];
+    scale_unit<C>(v, d, u, row_scale, smem.columns(0) + 8 * own);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (row + 8 * h >= shape.m || column >= shape.n) continue;
+      typename C::Out* to = out + static_cast<int64_t>(row + 8 * h) * shape.n + column + 2 * (lane % 4);
+      *reinterpret_cast<uint32_t*>(to) = gemm::pack<typename C::Out>(v[h][0], v[h][1]);
+    }
+  }
+}
+
 template <class C>
 __device__ __forceinline__ void consume_few(const Maps& maps, const Shape& shape, const gemm::EpilogueParams& e, const Shared<C>& smem,
-                                            const Walk<C>& walk) {
+                                            const Walk<C>& walk, typename C::Out* out) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   FewRings<C> rings;
   uint32_t columns_phase = 0;
@@ -140,12 +167,17 @@ __device__ __forceinline__ void consume_few(const Maps& maps, const Shape& shape
     }
     barrier_wait(smem.columns_full(0), columns_phase);
     const int own = C::kSplit > 1 ? walk.split * (C::BN / C::kSplit) : 0;
+    if constexpr (C::kDirect) {
+      store_few<C>(d[0], row_scale, out, shape, smem, n, own);
+    } else {
 #pragma unroll
-    for (int c = 0; c < C::BN / C::kChunk / C::kSplit; ++c) {
-      const int column = own + c * C::kChunk;
-      store_chunk<C>(&d[0][c * C::kChunk / 2], row_scale, maps, shape, e, smem, 0, 0, buffer, Place{0, n + column, column});
+      for (int c = 0; c < C::BN / C::kChunk / C::kSplit; ++c) {
+        const int column = own + c * C::kChunk;
+        store_chunk<C>(&d[0][c * C::kChunk / 2], row_scale, maps, shape, e, smem, 0, 0, buffer, Place{0, n + column, column});
+      }
     }
     if constexpr (C::kSplit > 1) break;  // one tile each; in a loop the compiler would let each product wait for the last
+    if constexpr (C::kDirect) __syncwarp();
     if (lane == 0) barrier_arrive(smem.columns_empty(0));
   }
   if (threadIdx.x % 128 == 0) store_wait<0>();
@@ -153,7 +185,7 @@ __device__ __forceinline__ void consume_few(const Maps& maps, const Shape& shape
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) few_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Shape shape,
-                                                             const __grid_constant__ gemm::EpilogueParams epilogue) {
+                                                             const __grid_constant__ gemm::EpilogueParams epilogue, typename C::Out* out) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared<C> smem{smem_address(memory)};
   const Walk<C> walk(shape);
@@ -199,7 +231,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) few_kernel(const __grid_consta
     }
   } else {
     pdl_wait();
-    consume_few<C>(maps, shape, epilogue, smem, walk);
+    consume_few<C>(maps, shape, epilogue, smem, walk, out);
   }
 }
 

@@ -84,7 +84,7 @@ void launch_few(const DenseParams& p, cudaStream_t stream) {
   maps.y = make_map_of_result<C>(p, p.n);
   const Shape sizes{static_cast<int>(p.m), static_cast<int>(p.n), static_cast<int>(p.k), 1};
   const LaunchShape shape{dim3(static_cast<unsigned>(grid)), dim3(C::kThreads), C::kSmem, C::kSplit};
-  launch("dense GEMM", shape, stream, few_kernel<C>, maps, sizes, p.epilogue);
+  launch("dense GEMM", shape, stream, few_kernel<C>, maps, sizes, p.epilogue, static_cast<typename C::Out*>(p.out));
 }
 
 // A list of tile shapes; `run` takes the one chosen for p.
@@ -108,9 +108,9 @@ struct FewTileList {
     ((chosen == i++ ? launch_few<C>(p, stream) : void()), ...);
   }
 };
-template <class T, class Out>
+template <class T, class Out, class... More>
 using FewRowsTiles = FewTileList<FewTile<T, Out, 64, 1>, FewTile<T, Out, 64, 2>, FewTile<T, Out, 64, 4>, FewTile<T, Out, 96, 2>,
-                                 FewTile<T, Out, 128, 1>, FewTile<T, Out, 128, 2>, FewTile<T, Out, 224, 1>>;
+                                 FewTile<T, Out, 128, 1>, FewTile<T, Out, 128, 2>, FewTile<T, Out, 224, 1>, More...>;
 
 // Tiles of operands T and results Out without an activation, gate, soft cap or residual.
 template <class T, class Out>

@@ -95,7 +95,7 @@ inline double few_time(const TileInfo& t, const Problem& p) {
 inline constexpr Exception kFewExceptions[] = {
     {1, kFewRows, 3072, 2048, {false, 64, 96, 2}},    {1, kFewRows, 8192, 1024, {false, 64, 128, 1}},
     {1, kFewRows, 5120, 5120, {false, 64, 96, 2}},    {1, kFewRows, 24576, 4096, {false, 64, 64, 1}},
-    {1, kFewRows, 128256, 4096, {false, 64, 128, 1}}, {2, kFewRows, 7168, 8192, {false, 64, 128, 2}},
+    {1, kFewRows, 128256, 4096, {false, 64, 128, 1}}, {2, kFewRows, 7168, 8192, {false, 64, 112, 2}},
     {2, kFewRows, 24576, 4096, {false, 64, 64, 1}},   {2, kFewRows, 128256, 4096, {false, 64, 128, 1}},
     {2, kFewRows, 4096, 1024, {false, 64, 128, 2}},
 };
