@@ -1,5 +1,6 @@
 // act_mul_fp8: y = round(f(gate) * up), scale = max(absmax(y) / 448, 1e-10) of each row, q = e4m3(y * (1 / scale)): to the bit what act_mul
 // and quantize_fp8 give one after the other, in one launch and without y in memory. NaN does not count as a maximum and becomes NaN.
+// Or with one given scale for all rows.
 //
 // Layout: a row per CTA or cluster, its y in registers (rounded, two to a register) from the loads to the stores; the maximum over the
 // row is one barrier, or one exchange in the cluster (norm/row.cuh). A maximum has no order, so the split is free: few rows take up to
@@ -40,8 +41,13 @@ __global__ void __launch_bounds__(kMaxRowThreads) act_mul_fp8_kernel(const __gri
     for (int i = 0; i < kV; ++i) g[i] = F{}(g[i]) * u[i];
     gate[j] = norm::pack<T>(g);
   }
-  const float scale = norm::scale_of(at.reduce(norm::absmax_of<T, Vectors>(gate), MaxOp{}));
-  if (at.first == 0) p.scale_out[row] = scale;
+  float scale;
+  if (p.scale != nullptr) {
+    scale = *p.scale;
+  } else {
+    scale = norm::scale_of(at.reduce(norm::absmax_of<T, Vectors>(gate), MaxOp{}));
+    if (at.first == 0) p.scale_out[row] = scale;
+  }
   const float inv = norm::inverse(scale);
   uint8_t* const out = p.out + row * p.n + at.first * kV;
 #pragma unroll

@@ -69,26 +69,41 @@ Tensor act_mul_cuda(const Tensor& x, int64_t kind) {
   return out;
 }
 
-std::tuple<Tensor, Tensor> act_mul_fp8_cuda(const Tensor& x, int64_t kind) {
-  Check check("act_mul_fp8");
-  check_rows(check, x, "x", {"T", "2F"}, 16);
+// q [T, F]; scales: [T] to write, or the given one to read.
+Tensor run_act_mul_fp8(Check& check, const Tensor& x, int64_t kind, float* scales, const float* given) {
   check_act(check, kind);
   const int64_t rows = x.size(0), width = x.size(1) / 2;
   check.require(width <= kMaxFp8Row, "x", ".size(1) is ", x.size(1), ", expected at most ", 2 * kMaxFp8Row);
   check.require(rows < int64_t{1} << 28, "x", ".size(0) is ", rows, ", expected less than 2^28");
-  Tensor out = new_tensor(x, {rows, width}, ScalarType::Float8_e4m3fn), scale = new_tensor(x, {rows}, ScalarType::Float);
-  if (rows == 0) return {out, scale};
+  Tensor out = new_tensor(x, {rows, width}, ScalarType::Float8_e4m3fn);
+  if (rows == 0) return out;
   const DeviceScope device(check);
   act_mul_fp8({.x = x.data_ptr(),
                .x_stride = x.stride(0),
                .out = static_cast<uint8_t*>(out.data_ptr()),
-               .scale_out = static_cast<float*>(scale.data_ptr()),
+               .scale_out = scales,
                .rows = rows,
                .n = static_cast<int>(width),
                .dtype = dtype_of(x),
-               .act = static_cast<int>(kind)},
+               .act = static_cast<int>(kind),
+               .scale = given},
               stream_of(check));
-  return {out, scale};
+  return out;
+}
+
+std::tuple<Tensor, Tensor> act_mul_fp8_cuda(const Tensor& x, int64_t kind) {
+  Check check("act_mul_fp8");
+  check_rows(check, x, "x", {"T", "2F"}, 16);
+  Tensor scale = new_tensor(x, {x.size(0)}, ScalarType::Float);
+  return {run_act_mul_fp8(check, x, kind, static_cast<float*>(scale.data_ptr()), nullptr), scale};
+}
+
+Tensor act_mul_fp8_static_cuda(const Tensor& x, int64_t kind, const Tensor& scale) {
+  Check check("act_mul_fp8_static");
+  check_rows(check, x, "x", {"T", "2F"}, 16);
+  check(scale, "scale").shape({"_"}).dtype({ScalarType::Float});
+  check.require(scale.size(0) == 1, "scale", ".size(0) is ", scale.size(0), ", expected 1");
+  return run_act_mul_fp8(check, x, kind, nullptr, static_cast<const float*>(scale.data_ptr()));
 }
 
 Tensor softcap_cuda(const Tensor& x, double cap) {
@@ -261,6 +276,7 @@ STABLE_TORCH_LIBRARY_IMPL(pyllm, CUDA, m) {
   m.impl("act", PYLLM_BOX(pyllm::act_cuda));
   m.impl("act_mul", PYLLM_BOX(pyllm::act_mul_cuda));
   m.impl("act_mul_fp8", PYLLM_BOX(pyllm::act_mul_fp8_cuda));
+  m.impl("act_mul_fp8_static", PYLLM_BOX(pyllm::act_mul_fp8_static_cuda));
   m.impl("softcap", PYLLM_BOX(pyllm::softcap_cuda));
   m.impl("embed_tokens", PYLLM_BOX(pyllm::embed_tokens_cuda));
   m.impl("qk_norm_rope_append", PYLLM_BOX(pyllm::qk_norm_rope_append_cuda));

@@ -1,11 +1,13 @@
-// CUDA implementations of dense_linear, linear_fp8 and linear_int8: argument checks, allocation, Params, launch.
+// CUDA implementations of dense_linear, linear_fp8, linear_e4m3 and linear_int8: argument checks, allocation, Params, launch.
 #include "common/bind.h"
+#include "gemm/dense_e4m3.h"
 #include "gemm/dense_fp8.h"
 #include "gemm/dense_int8.h"
 #include "gemm/dense_linear.h"
 #include "gemm/skinny_linear.h"
 
 #include <cmath>
+#include <tuple>
 
 namespace pyllm {
 namespace {
@@ -76,6 +78,13 @@ DenseParams params_of(const Check& check, const Tensor& x, const Tensor& weight,
           .out_dtype = fp16 ? DType::kFP16 : DType::kBF16};
 }
 
+void check_residual(Check& check, DenseParams& p, const Tensor& x, const Tensor& residual, int64_t columns) {
+  check(residual, "residual").shape({"M", "_"}).dtype_like(x, "x").rows().aligned(16, 2);
+  check.require(residual.size(1) == columns, "residual", ".size(1) is ", residual.size(1), ", expected ", columns);
+  p.epilogue.residual = residual.data_ptr();
+  p.epilogue.residual_stride = residual.stride(0);
+}
+
 Tensor dense_linear_cuda(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
                          int64_t act, bool gated, double softcap) {
   Check check("dense_linear");
@@ -89,13 +98,49 @@ Tensor dense_linear_cuda(const Tensor& x, const Tensor& weight, const std::optio
   p.epilogue.bias = check_vector(check, bias, "bias", "N", x.scalar_type());
   p.epilogue.act = static_cast<int>(act);
   p.epilogue.softcap = static_cast<float>(softcap);
-  if (residual.has_value()) {
-    check(*residual, "residual").shape({"M", "_"}).dtype_like(x, "x").rows().aligned(16, 2);
-    check.require(residual->size(1) == columns, "residual", ".size(1) is ", residual->size(1), ", expected ", columns);
-    p.epilogue.residual = residual->data_ptr();
-    p.epilogue.residual_stride = residual->stride(0);
-  }
+  if (residual.has_value()) check_residual(check, p, x, *residual, columns);
   Tensor out = new_tensor(x, {p.m, columns}, x.scalar_type());
+  if (p.m == 0) return out;
+  p.out = out.data_ptr();
+  const DeviceScope device(check);
+  dense_linear(p, stream_of(check));
+  return out;
+}
+
+std::tuple<Tensor, Tensor> linear_squares_cuda(const Tensor& x, const Tensor& weight, const Tensor& residual,
+                                               const std::optional<Tensor>& bias) {
+  Check check("linear_squares");
+  check_operands(check, x, weight, {kBF16, kFP16}, 8);
+  DenseParams p = params_of(check, x, weight, dtype_of(x), x.scalar_type() == kFP16);
+  p.epilogue.bias = check_vector(check, bias, "bias", "N", x.scalar_type());
+  check_residual(check, p, x, residual, p.n);
+  Tensor out = new_tensor(x, {p.m, p.n}, x.scalar_type()), squares = new_tensor(x, {p.m, (p.n + kBlock - 1) / kBlock}, kFP32);
+  if (p.m == 0) return {out, squares};
+  p.out = out.data_ptr();
+  p.epilogue.squares = static_cast<float*>(squares.data_ptr());
+  const DeviceScope device(check);
+  dense_linear(p, stream_of(check));
+  return {out, squares};
+}
+
+Tensor linear_normed_cuda(const Tensor& x, const Tensor& squares, double eps, const Tensor& weight, const std::optional<Tensor>& bias,
+                          int64_t act, bool gated) {
+  Check check("linear_normed");
+  check_operands(check, x, weight, {kBF16, kFP16}, 8);
+  DenseParams p = params_of(check, x, weight, dtype_of(x), x.scalar_type() == kFP16);
+  check.require(!gated || p.n % 16 == 0, "weight", ".size(0) is ", p.n, ", expected a multiple of 16 with gated");
+  check.require(act >= -1 && act <= 3, "act", "is ", act, ", expected -1 to 3 (none, silu, gelu, gelu_tanh, relu2)");
+  check.require(eps >= 0.0 && std::isfinite(eps), "eps", "is ", eps, ", expected finite and >= 0");
+  check(squares, "squares").shape({"M", "_"}).dtype({kFP32}).contiguous();
+  const int64_t parts = (p.k + kBlock - 1) / kBlock;
+  check.require(squares.size(1) == parts, "squares", ".size(1) is ", squares.size(1), ", expected ", parts);
+  p.gated = gated;
+  p.epilogue.bias = check_vector(check, bias, "bias", "N", x.scalar_type());
+  p.epilogue.act = static_cast<int>(act);
+  p.epilogue.x_squares = static_cast<const float*>(squares.data_ptr());
+  p.epilogue.x_squares_count = static_cast<int>(parts);
+  p.epilogue.eps = static_cast<float>(eps);
+  Tensor out = new_tensor(x, {p.m, gated ? p.n / 2 : p.n}, x.scalar_type());
   if (p.m == 0) return out;
   p.out = out.data_ptr();
   const DeviceScope device(check);
@@ -151,6 +196,43 @@ Tensor linear_fp8_gated_cuda(const Tensor& x, const Tensor& weight, const Tensor
   return run_fp8(check, p, x, bias, fp16);
 }
 
+Tensor linear_e4m3_cuda(const Tensor& x, const Tensor& weight, const Tensor& out_scale, const std::optional<Tensor>& bias,
+                        const std::optional<Tensor>& x_scale, const std::optional<Tensor>& weight_scale, int64_t act, bool gated) {
+  Check check("linear_e4m3");
+  const bool fp8 = x.scalar_type() == kE4M3;
+  check_operands(check, x, weight, {kBF16, kE4M3}, fp8 ? 16 : 8);
+  DenseParams p = params_of(check, x, weight, dtype_of(x), false);
+  p.out_dtype = DType::kE4M3;
+  p.gated = gated;
+  const int64_t columns = gated ? p.n / 2 : p.n, unit = gated ? 32 : 16;
+  check.require(p.n % unit == 0, "weight", ".size(0) is ", p.n, ", expected a multiple of ", unit, gated ? " with gated" : "");
+  check.require(act >= -1 && act <= 3, "act", "is ", act, ", expected -1 to 3 (none, silu, gelu, gelu_tanh, relu2)");
+  check.require(act >= 0 || !gated, "act", "is -1, expected 0 to 3 with gated");
+  p.epilogue.act = static_cast<int>(act);
+  check(out_scale, "out_scale").shape({"_"}).dtype({kFP32});
+  check.require(out_scale.size(0) == 1, "out_scale", ".size(0) is ", out_scale.size(0), ", expected 1");
+  p.epilogue.out_scale = static_cast<const float*>(out_scale.data_ptr());
+  if (bias.has_value()) {
+    check(*bias, "bias").shape({"N"}).dtype({kBF16, kFP16}).contiguous();
+    p.epilogue.bias = bias->data_ptr();
+    p.epilogue.bias_fp16 = bias->scalar_type() == kFP16;
+  }
+  for (const auto& [scale, name] : {std::pair{&x_scale, "x_scale"}, std::pair{&weight_scale, "weight_scale"}}) {
+    check.require(scale->has_value() == fp8, name,
+                  fp8 ? "is missing, expected one with float8_e4m3fn" : "is given, expected none with bfloat16");
+  }
+  if (fp8) {
+    check_scale(check, *x_scale, "x_scale", "M", p.epilogue.row_scale, p.epilogue.row_scale_step);
+    check_scale(check, *weight_scale, "weight_scale", "N", p.epilogue.column_scale, p.epilogue.column_scale_step);
+  }
+  Tensor out = new_tensor(x, {p.m, columns}, kE4M3);
+  if (p.m == 0) return out;
+  p.out = out.data_ptr();
+  const DeviceScope device(check);
+  dense_e4m3(p, stream_of(check));
+  return out;
+}
+
 Tensor linear_int8_cuda(const Tensor& x, const Tensor& weight, const Tensor& x_scale, const Tensor& weight_scale,
                         const std::optional<Tensor>& bias, bool fp16) {
   Check check("linear_int8");
@@ -175,5 +257,8 @@ STABLE_TORCH_LIBRARY_IMPL(pyllm, CUDA, m) {
   m.impl("dense_linear", PYLLM_BOX(pyllm::dense_linear_cuda));
   m.impl("linear_fp8", PYLLM_BOX(pyllm::linear_fp8_cuda));
   m.impl("linear_fp8_gated", PYLLM_BOX(pyllm::linear_fp8_gated_cuda));
+  m.impl("linear_e4m3", PYLLM_BOX(pyllm::linear_e4m3_cuda));
+  m.impl("linear_squares", PYLLM_BOX(pyllm::linear_squares_cuda));
+  m.impl("linear_normed", PYLLM_BOX(pyllm::linear_normed_cuda));
   m.impl("linear_int8", PYLLM_BOX(pyllm::linear_int8_cuda));
 }

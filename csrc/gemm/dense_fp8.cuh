@@ -25,8 +25,8 @@ struct BlockScales {
     // Nothing to add, but not the same for all lanes to the compiler, who would move what is loaded from there to uniform registers, and
     // wait for it at once.
     w += static_cast<int>(threadIdx.x % 32) * (shape.raster >> 30);
-    const int64_t ragged =
-        reinterpret_cast<int64_t>(blocks.x) / 4 | reinterpret_cast<int64_t>(blocks.w) / 4 | blocks.x_stride | blocks.w_stride | walk.k_end;
+    const int64_t ragged = reinterpret_cast<int64_t>(blocks.x) / 4 | reinterpret_cast<int64_t>(blocks.w) / 4 | blocks.x_stride |
+                           blocks.w_stride | walk.k_begin | walk.k_end;
     wide = ragged % kSpan == 0;
     load();
   }

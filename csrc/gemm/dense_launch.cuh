@@ -32,9 +32,10 @@ constexpr DType dtype_of_operand() {
 template <class C>
 CUtensorMap make_map_of_result(const DenseParams& p, int64_t columns) {
   return make_tensor_map<2>("out", p.out, p.out_dtype, {columns, p.m}, {columns}, {C::kChunkOut, 64},
-                            C::kChunkOut == 64   ? Swizzle::k128
-                            : C::kChunkOut == 32 ? Swizzle::k64
-                                                 : Swizzle::k32);
+                            C::kChunkRow == 128  ? Swizzle::k128
+                            : C::kChunkRow == 64 ? Swizzle::k64
+                            : C::kChunkRow == 32 ? Swizzle::k32
+                                                 : Swizzle::kNone);
 }
 
 template <class C>
@@ -44,7 +45,8 @@ Maps make_maps(const DenseParams& p) {
   Maps maps;
   // One row has no stride; TMA wants one of 16 bytes all the same.
   const int64_t x_stride = p.m > 1 ? p.x_stride : ceil_div(p.k, 16) * 16, w_stride = p.n > 1 ? p.w_stride : ceil_div(p.k, 16) * 16;
-  maps.x = make_tensor_map<2>("x", p.x, in, {p.k, p.m}, {x_stride}, {C::BK, C::BM}, Swizzle::k128);
+  const int rows = C::BM == 64 ? static_cast<int>(std::min<int64_t>(64, ceil_div(p.m, 8) * 8)) : C::BM;
+  maps.x = make_tensor_map<2>("x", p.x, in, {p.k, p.m}, {x_stride}, {C::BK, rows}, Swizzle::k128);
   if constexpr (C::Finish::kGated) {
     // Groups of 8 rows of the gate and of the up projection in turn.
     maps.w = make_tensor_map<4>("weight", p.w, in, {p.k, 8, 2, columns / 8}, {w_stride, columns * w_stride, 8 * w_stride},
@@ -137,7 +139,8 @@ using FullTiles = std::conditional_t<Finish::kGated,
                                      Tiles<Tile<T, Out, Way::kTurns, 128, 128, 1, Finish>>>;
 
 inline bool is_plain(const DenseParams& p) {
-  return !p.gated && p.epilogue.act == gemm::kNoActivation && p.epilogue.softcap == 0.f && p.epilogue.residual == nullptr;
+  const gemm::EpilogueParams& e = p.epilogue;
+  return !p.gated && e.act == gemm::kNoActivation && e.softcap == 0.f && e.residual == nullptr && e.x_squares == nullptr;
 }
 
 template <class T, class Out>

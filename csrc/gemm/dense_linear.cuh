@@ -62,11 +62,42 @@ __device__ __forceinline__ void finish_unit(float (&v)[2][2], const float (&up)[
   }
 }
 
+// The epilogue may write the sums of its results' squares, for the norm of the next product.
+template <class C>
+constexpr bool kSumsSquares =
+    C::Finish::kFull && !C::Finish::kGated && C::Finish::kAct == gemm::kNoActivation && C::BN == 128 && C::kSplit == 1 && !C::kNarrow;
+
+// And the kernels with an activation, gate or residual may take a row's factor from such sums. (The others are as fast as they are
+// without.)
+template <class C>
+constexpr bool kReadsSquares = C::Finish::kFull && sizeof(typename C::T) == 2 && !C::kNarrow;
+
+template <class Out>
+__device__ __forceinline__ float square_of_pair(uint32_t bits) {
+  const uint16_t low = bits, high = bits >> 16;
+  const float a = to_float(reinterpret_cast<const Out&>(low)), b = to_float(reinterpret_cast<const Out&>(high));
+  return fmaf(a, a, b * b);
+}
+
+// The sum over a quad of lanes, which hold a row; the same bits in all four.
+__device__ __forceinline__ float sum_of_quad(float v) {
+  v += __shfl_xor_sync(0xffffffff, v, 1);
+  return v + __shfl_xor_sync(0xffffffff, v, 2);
+}
+
+// What RMSNorm multiplies a row of x by: out of the sums of its squares, in an order of its own.
+__device__ __forceinline__ float norm_factor(const gemm::EpilogueParams& e, int row, int k) {
+  const float* from = e.x_squares + static_cast<int64_t>(row) * e.x_squares_count;
+  float sum = 0.f;
+  for (int i = threadIdx.x % 4; i < e.x_squares_count; i += 4) sum += __ldcg(from + i);
+  return rsqrtf(sum_of_quad(sum) / static_cast<float>(k) + e.eps);
+}
+
 // One chunk of 64 rows x kChunk columns of sums: epilogue, rounding, and on to TMA. `buffer` goes round those of this warpgroup.
 template <class C>
 __device__ __forceinline__ void store_chunk(const typename C::Sum* d, const float (&row_scale)[2], const Maps& maps, const Shape& shape,
                                             const gemm::EpilogueParams& e, const Shared<C>& smem, int consumer, int turn, int& buffer,
-                                            const Place& at) {
+                                            const Place& at, float* squares = nullptr) {
   constexpr int kUnits = C::kChunkOut / 8;  // of 8 columns of the output, 16 bytes
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint32_t to = smem.c(consumer) + buffer * C::kChunkBytes;
@@ -104,7 +135,10 @@ __device__ __forceinline__ void store_chunk(const typename C::Sum* d, const floa
       }
       if constexpr (C::Finish::kFull) finish_unit<C>(v, up, e, add[u + i]);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) packed[2 * i + h] = gemm::pack<typename C::Out>(v[h][0], v[h][1]);
+      for (int h = 0; h < 2; ++h) {
+        packed[2 * i + h] = gemm::pack<typename C::Out>(v[h][0], v[h][1]);
+        if constexpr (kSumsSquares<C>) squares[h] += square_of_pair<typename C::Out>(packed[2 * i + h]);
+      }
     }
     const int unit = u + lane / 16;
     const int swizzled = unit ^ (C::kChunkOut == 64 ? row & 7 : C::kChunkOut == 32 ? row >> 1 & 3 : row >> 2 & 1);
@@ -119,6 +153,12 @@ __device__ __forceinline__ void store_chunk(const typename C::Sum* d, const floa
   buffer = (buffer + 1) % C::kChunkBuffers;
 }
 
+// store_chunk of results in e4m3: dense_e4m3.cuh.
+template <class C>
+__device__ __forceinline__ void store_chunk_e4m3(const typename C::Sum* d, const float (&row_scale)[2], const Maps& maps,
+                                                 const gemm::EpilogueParams& e, const Shared<C>& smem, int consumer, int turn, int& buffer,
+                                                 const Place& at);
+
 // The sums of a tile: scales of rows, and chunk by chunk to memory.
 template <class C>
 __device__ __forceinline__ void store_tile(const typename C::Sum (&d)[C::kBlocksM][C::R], const Maps& maps, const Shape& shape,
@@ -132,17 +172,36 @@ __device__ __forceinline__ void store_tile(const typename C::Sum (&d)[C::kBlocks
     for (int h = 0; h < 2; ++h) {
       const int row = m + 64 * i + 16 * warp + 8 * h + lane / 4;
       row_scale[i][h] = e.row_scale != nullptr && row < shape.m ? __ldcg(e.row_scale + static_cast<int64_t>(row) * e.row_scale_step) : 1.f;
+      if constexpr (kReadsSquares<C>) {
+        if (e.x_squares != nullptr) row_scale[i][h] = norm_factor(e, min(row, shape.m - 1), shape.k);
+      }
     }
   }
   barrier_wait(smem.columns_full(turn), columns_phase);
   const int own = C::kSplit > 1 ? walk.split * (C::BN / C::kSplit) : 0;
 #pragma unroll
   for (int i = 0; i < C::kBlocksM; ++i) {
+    float squares[2] = {};
 #pragma unroll
     for (int c = 0; c < C::BN / C::kChunk / C::kSplit; ++c) {
       const int column = own + c * C::kChunk;
       const Place at{m + 64 * i, C::Finish::kGated ? (n + column) / 2 : n + column, column};
-      store_chunk<C>(&d[i][c * C::kChunk / 2], row_scale[i], maps, shape, e, smem, consumer, turn, buffer, at);
+      const auto* sums = &d[i][c * C::kChunk / 2];
+      if constexpr (C::kNarrow) {
+        store_chunk_e4m3<C>(sums, row_scale[i], maps, e, smem, consumer, turn, buffer, at);
+      } else {
+        store_chunk<C>(sums, row_scale[i], maps, shape, e, smem, consumer, turn, buffer, at, squares);
+      }
+    }
+    if constexpr (kSumsSquares<C>) {
+      if (e.squares != nullptr) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float sum = sum_of_quad(squares[h]);
+          const int row = m + 64 * i + 16 * warp + 8 * h + lane / 4;
+          if (lane % 4 == 0 && row < shape.m) e.squares[static_cast<int64_t>(row) * ((shape.n + 127) / 128) + n / 128] = sum;
+        }
+      }
     }
   }
 }
@@ -193,6 +252,11 @@ __device__ __forceinline__ void consume_blocks(const Maps& maps, const Shape& sh
   while (true) {
     float d[1][C::R];
     sum_blocks<C>(d, sums, scales, smem, walk, share, ring);
+    if constexpr (C::kSplit > 1) {  // one tile each
+      join_split<C>(d, smem, walk);
+      store_tile<C>(d, maps, shape, e, smem, walk, consumer, 0, columns_phase, buffer, m, n);
+      break;
+    }
     tile += walk.step;
     const int m_done = m, n_done = n;
     const auto store = [&] { store_tile<C>(d, maps, shape, e, smem, walk, consumer, 0, columns_phase, buffer, m_done, n_done); };
@@ -245,7 +309,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
   __syncthreads();
   if (warp < 4) {
-    registers_down<C::kProducerRegisters>();
+    if constexpr (C::kConsumers > 1) registers_down<C::kProducerRegisters>();  // 256 threads have what they need
     if (warp == 0) {
       if (elect_one()) produce<C>(maps, shape, smem, walk);
       __syncwarp();
@@ -259,7 +323,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       cluster_wait();
     }
   } else {
-    registers_up<C::kConsumerRegisters>();
+    if constexpr (C::kConsumers > 1) registers_up<C::kConsumerRegisters>();
     pdl_wait();
     if constexpr (C::kSums == Sums::kBlock) {
       consume_blocks<C>(maps, shape, epilogue, blocks, smem, walk);

@@ -11,6 +11,7 @@ from tests.fused.formulas import FLUSH, activation64, activation_error
 from tests.gemm.dense_cases import BF16, EDGES, FP16, check_graph, check_repeats
 from tests.support.compare import EPS, assert_close, assert_same
 from tests.support.generate import FP8, normal, padded_rows
+from tests.support.late import check_waits
 
 BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 TYPES = pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
@@ -112,6 +113,20 @@ def test_strided_rows(dtype):
 def test_graph():
     given = {name: None if t is None else t.cuda() for name, t in operands(257, 1056, 512, FP8, None, 1).items()}
     check_graph(lambda: linear_e4m3(**given, act="silu", gated=True).view(torch.uint8), lambda: given["x_scale"].uniform_(1, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(20, 2048, 512), (256, 1280, 4096), (2048, 2048, 512)])
+def test_nothing_is_read_before_a_late_writer(shape):
+    """Right behind a kernel that lets it start at once and writes late: x, and the scales of its rows."""
+    given = {name: None if t is None else t.cuda() for name, t in operands(*shape, FP8, None, 1).items()}
+    plain = {name: None if t is None else t.cuda() for name, t in operands(*shape, BF16, None, 1).items()}
+    for gated in (True, False):
+        how = {"act": "silu", "gated": gated}
+        for name in ("x", "x_scale"):
+            call = lambda t: linear_e4m3(**given | {name: t}, **how).view(torch.uint8)  # noqa: B023, E731
+            check_waits(call, given[name], f"{name}, gated {gated}")
+        check_waits(lambda t: linear_e4m3(**plain | {"x": t}, **how).view(torch.uint8), plain["x"], f"x in bf16, gated {gated}")  # noqa: B023
 
 
 @TYPES

@@ -131,6 +131,22 @@ def test_stages_of_blocks(stages):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7, 8, 9, 11, 12, 13, 16, 17, 18, 25, 31, 32, 33, 41])
+def test_blocks_of_few_rows(stages):
+    """Tiles of 64 rows, whose ring has 12 stages that are asked for in pairs: K whole, and from 16 stages on cut in two; rows by eight."""
+    for m, n in ((1, 272), (9, 528), (64, 1040)):
+        check((m, n, 128 * stages), "block", "cuda", bias=m == 9, out_dtype=FP16 if m == 64 else BF16, seed=stages)
+        check((m, n, 128 * stages - 48), "block", "cuda", seed=stages + 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(33, 16400, 400), (64, 16384, 1040), (5, 33040, 256), (63, 128 * 400, 144)])
+def test_wide_tiles_of_blocks_of_few_rows(shape):
+    """More tiles of 64 columns than SMs: tiles of 128, more than one for some CTAs."""
+    check(shape, "block", "cuda", seed=shape[0])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("stages", [2, 9])
 def test_tiles_of_blocks(stages):
     """297 tiles: some CTAs walk over two, some over three."""

@@ -13,6 +13,7 @@ from tests.fused.formulas import activation64
 from tests.gemm.dense_cases import BF16, FP16, check_graph, check_repeats, wide
 from tests.support.compare import EPS, assert_close, assert_same
 from tests.support.generate import normal, padded_rows, poison_allocator
+from tests.support.late import check_waits
 
 BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -107,6 +108,19 @@ def test_strided_rows_and_graph():
     intact()
     check_graph(lambda: linear_squares(x, w, residual)[1], lambda: residual.uniform_(1, 2))
     check_graph(lambda: linear_normed(x, squares, 0.0, w), lambda: squares.uniform_(1, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(20, 1024, 512), (256, 1280, 4096), (2048, 2048, 512)])
+def test_nothing_is_read_before_a_late_writer(shape):
+    m, n, k = shape
+    x, w, residual = normal(m, k, dtype=BF16).cuda(), (normal(n, k) * k**-0.5).to(BF16).cuda(), normal(m, n, dtype=BF16).cuda()
+    squares = torch.rand(m, -(-k // 128), device="cuda") + 0.5
+    check_waits(lambda t: linear_squares(t, w, residual)[1], x, "x")
+    check_waits(lambda t: linear_squares(x, w, t)[1], residual, "residual")
+    for how in ({}, {"act": "silu", "gated": True}):
+        check_waits(lambda t: linear_normed(t, squares, 1e-6, w, **how), x, f"x {how}")  # noqa: B023
+        check_waits(lambda t: linear_normed(x, t, 1e-6, w, **how), squares, f"squares {how}")  # noqa: B023
 
 
 def test_opcheck():
