@@ -4,7 +4,7 @@
 // shared memory once for all warps. At the end the parts of a quad lie in neighbouring lanes, which join them by shuffles: a warp in which
 // each lane reads all parts of its own takes four times as long.
 // Measured (H200, 32/8 heads, D = 128, pages of 64, us in a graph; decode_attention.cuh in brackets):
-//   bf16 cache 1k / 4k / 16k keys: 5.1 / 8.4 / 20.3 (6.3 / 9.7 / 22.0); e4m3 cache 4.9 / 7.4 / 14.2 (6.5 / 8.5 / 15.3)
+//   bf16 cache 1k / 4k / 16k keys: 4.5 / 7.5 / 19.7 (6.3 / 9.7 / 22.3); e4m3 cache 4.6 / 6.3 / 12.8 (6.5 / 8.5 / 15.2)
 // Limits: sm_90; D 64, 128; 8 query rows to a KV head; workers of at least two CTAs; q at multiples of 16 bytes.
 #pragma once
 #include <bit>
