@@ -153,6 +153,16 @@ struct Loader {
     return value != 0;
   }
 
+  // Asked again at once: try_wait lets its thread sleep, and what it sleeps the memory has less to do (8B e4m3 2.256 instead of 2.220 ms).
+  static __device__ __forceinline__ bool passed(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return done != 0;
+  }
+
   __device__ __forceinline__ int load(int product, const void* weight, int turn) {
     const Cut cut = a.cut[product];
     const CUtensorMap* const whole = &a.map[product][0];
@@ -161,7 +171,8 @@ struct Loader {
     for (int unit = first_unit(turn); unit < cut.units; unit += gridDim.x) {
       for (int offset = 0; offset < cut.row_bytes; offset += cut.chunk) {
         const int size = min(cut.chunk, cut.row_bytes - offset);
-        barrier_wait(barriers.empty(stage.at), stage.parity ^ 1);
+        while (!passed(barriers.empty(stage.at), stage.parity ^ 1)) {
+        }
         for (const int most = waiting() ? a.flying_waiting : a.flying; asked >= most; --asked) {
           barrier_wait(barriers.full(landed.at), landed.parity);
           landed.next(a.stages);
