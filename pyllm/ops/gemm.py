@@ -18,10 +18,10 @@ NORMS = {"rms": 0, "layer": 1}
 """Names of the norms and their numbers in the op schema."""
 STREAM_ROWS, STREAM_COLUMNS, STREAM_X = 8, 1024, 2**16
 """`linear` and `norm_linear` give x of up to so many rows and elements to `skinny_linear`, against weights of at least so many rows: there
-bf16 was measured at 1.06x to 2.1x the speed of cuBLAS inside a CUDA graph with one row, 1.04x to 1.9x with four, 1.07x to 1.7x with
+bf16 was measured at 1.16x to 2.0x the speed of cuBLAS inside a CUDA graph with one row, 1.05x to 2.0x with four, 1.04x to 1.8x with
 eight."""
 MORE_ROWS, MORE_K, MORE_COLUMNS = 16, 1024, 2**15
-"""The same for up to so many rows of at least so many elements against weights of up to so many rows: 1.09x to 1.35x with 16 rows."""
+"""The same for up to so many rows of at least so many elements against weights of up to so many rows: 1.03x to 1.37x with 16 rows."""
 CHAIN_ROWS = 0
 """Rows up to which layers take norm, gate and residual into the product. None: a step of Llama 3.2 1B takes 873 us with them and 883
 without for one request, 1,008 and 990 for four; one of Llama 3.1 8B 4,289 and 4,297, 4,563 and 4,541 (1k keys; plain products
