@@ -20,11 +20,11 @@ from pyllm.ops.step_checks import most_rows, size_problem
 
 Formats = Callable[[str, Linear], Format]
 """The format of the Linear at a path."""
-AHEAD = ((3072, 2), (4096, 1))
-"""Rows of a step up to which one kernel is taken unasked, for bf16 weights, by the model's width at most. One H200, 1,000 keys a row, one
-kernel and kernel by kernel, ms. In one run (the records): Llama 3.2 1B (2048 wide) 0.719 and 0.837, 2 rows 0.776 and 0.874, 4 rows 0.958
-and 0.927; 3.1 8B (4096) 3.748 and 3.919, 2 rows 4.126 and 4.036; e4m3, which is not taken: 8B 2.453 and 2.497, 2 rows 2.782 and 2.583.
-3B (3072) in different runs, the chain with some 0.01 of sampling: 1.780 and 2.052, 2 rows 2.002 and 2.127."""
+AHEAD = {Dense: ((3072, 2), (4096, 1)), Fp8: ((4096, 1),)}
+"""Rows of a step up to which one kernel is taken unasked, by the weights' format and the model's width at most. One H200, 1,000 keys a row,
+one kernel and kernel by kernel, ms. In one run (the records): bf16, Llama 3.2 1B (2048 wide) 0.719 and 0.837, 2 rows 0.776 and 0.874, 4
+rows 0.958 and 0.927; 3.1 8B (4096) 3.748 and 3.919, 2 rows 4.126 and 4.036; e4m3, 8B 2.220 and 2.497 (the latter of the run before), 2 rows
+2.65 and 2.58. 3B (3072) in bf16 in different runs, the chain with some 0.01 of sampling: 1.780 and 2.052, 2 rows 2.002 and 2.127."""
 CACHES = (torch.bfloat16, torch.float8_e4m3fn)
 _ATTN = {"own_kv": True, "whole_norm": False, "window": None, "softcap": None, "sinks": False, "o_bias": False, "variant": None}
 _ALIKE = ("heads", "kv_heads", "head_dim", "rope", "qkv_bias", "qk_norm", "softmax_scale")
@@ -50,9 +50,7 @@ def rows_served(spec: Decoder) -> int:
 def rows_ahead(spec: Decoder, formats: Formats) -> int:
     """Sequences of a step up to which one kernel is measured faster, of a declaration that is served."""
     path, linear = next((path, s) for path, s in walk(spec) if isinstance(s, Linear) and s is not spec.head)
-    if formats(path, linear) == Fp8():
-        return 0
-    ahead = next((rows for width, rows in AHEAD if spec.embed.d <= width), 0)
+    ahead = next((rows for width, rows in AHEAD[type(formats(path, linear))] if spec.embed.d <= width), 0)
     return min(ahead, rows_served(spec))
 
 

@@ -202,17 +202,18 @@ WIDE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
 def test_rows_taken_unasked_are_those_measured_ahead(width: int, rows: int) -> None:
     spec = declare("llama", hidden_size=width, **WIDE)
     assert rows_ahead(spec, lambda path, linear: Dense()) == rows
-    assert rows_ahead(spec, lambda path, linear: Fp8()) == 0
+    assert rows_ahead(spec, lambda path, linear: Fp8()) == min(rows, 1)
     last = str(explain(spec)).splitlines()[-1]
     of = {2: "1 to 2 sequences", 1: "1 sequence"}
     assert last == (f"decode steps of {of[rows]}: one kernel, csrc/step/decode_step" if rows else f"decode steps: these ops; {ASKED}")
     assert json.loads(explain(spec).json())["one_kernel"] == {"rows": rows, "reason": None}
 
 
-def test_fp8_is_taken_if_asked_alone() -> None:
+def test_fp8_is_taken_for_one_sequence() -> None:
     spec, quant = shape("llama-3.1-8b"), (("*lm_head", None), ("*", Fp8()))
-    assert rows_ahead(spec, lambda path, linear: resolve(linear.names(path), quant)) == 0
-    assert str(explain(spec, quant=quant)).splitlines()[-1] == f"decode steps: these ops; {ASKED}"
+    assert rows_ahead(spec, lambda path, linear: resolve(linear.names(path), quant)) == 1
+    assert str(explain(spec, quant=quant)).splitlines()[-1] == "decode steps of 1 sequence: one kernel, csrc/step/decode_step"
+
 
 
 def test_bound_models() -> None:
