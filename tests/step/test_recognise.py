@@ -215,7 +215,6 @@ def test_fp8_is_taken_for_one_sequence() -> None:
     assert str(explain(spec, quant=quant)).splitlines()[-1] == "decode steps of 1 sequence: one kernel, csrc/step/decode_step"
 
 
-
 def test_bound_models() -> None:
     spec = declare("qwen3")
     module = bound(spec)
