@@ -1,10 +1,10 @@
 // decode_attention for many segments: every warp is a worker of its own, with a run of whole segments but for the first and the last, and
 // no CTA-wide barrier behind the work map. A warp's ring is filled by TMA, a box of the keys or of the values of a step at a time, which
-// costs it a few instructions where 16-byte copies cost it a thousand clocks a step. The rings of warps with neighbouring heads are filled
-// together. Whatever a segment needs before its first key is asked for a segment ahead: its sequence, its page numbers, its queries.
+// costs it a few instructions where 16-byte copies cost it a thousand clocks a step. Whatever a segment needs before its first key is asked
+// for a segment ahead: its sequence, its page numbers, its queries.
 // Measured (H200, 32/8 heads, D = 128, pages of 64, us in a graph; CTAs as workers in brackets):
-//   e4m3 cache B=1024, 128 to 256 keys: 115 (196); B=128, 300: 26 (32); B=256, 1k: 132 (142); B=512, 1k to 2k: 392 (406)
-//   bf16 cache B=1024, 128 to 256 keys: 208 (214); B=256, 1k: 252 (254)
+//   e4m3 cache B=1024, 128 to 256 keys: 116 (196); B=128, 300: 25 (32); B=256, 1k: 131 (142); B=512, 1k to 2k: 386 (406)
+//   bf16 cache B=1024, 128 to 256 keys: 207 (214); B=256, 1k: 251 (254); 1k to 2k: 365 (378)
 // Limits: sm_90; D 64, 128; 8 query rows to a segment; pages at a stride of more than 0.
 #pragma once
 #include <cuda.h>
@@ -27,10 +27,8 @@ struct StreamShape : DecodeShape<Stored, Dim, 1> {
   static constexpr int kTailKeys = 8;                         // of the boxes of a step that is not read whole
   static constexpr int kTails = Base::kStepKeys / kTailKeys;
   static constexpr int kSlots = kRingBytes / (kWarps * Base::kHalf);
-  static constexpr int kMaxShift = 3;                                 // log2 of the warps that share a ring at most
   static constexpr int kSmem = kWarps * kSlots * Base::kHalf + 1024;  // boxes start at multiples of 1 KiB
-  static_assert(Base::kRowTiles == 1 && Base::kHalf % 1024 == 0 && (!kSplit || Base::kTiles == 1));
-  static_assert((kParts * kTails << kMaxShift) <= 32);  // a box to a lane
+  static_assert(Base::kRowTiles == 1 && Base::kHalf % 1024 == 0 && (!kSplit || Base::kTiles == 1) && kParts * kTails <= 32);
 };
 
 // Boxes of whole steps of keys and values, then those of kTailKeys rows.
@@ -51,29 +49,6 @@ struct Sequences {
     if (static_cast<unsigned>(b - base) >= 32u) ask(p, b, lane);  // also back: who looks ahead may have met many empty sequences
     const int i = b - base;
     return sequence_of(p, __shfl_sync(kAllLanes, start, i), __shfl_sync(kAllLanes, stop, i), __shfl_sync(kAllLanes, length, i));
-  }
-};
-
-// The warps of a CTA that read neighbouring heads of one run share a ring, whose slots have a box for each of them, and ask for the boxes
-// of a slot together: what lies side by side in memory is then read at one time. The warp that is the last to have read a slot fills it.
-template <class S>
-struct Ring {
-  uint32_t slots, barriers;
-  uint32_t reads;  // how many times a slot has been read
-  int shift;       // log2 of the warps of the group
-  int own;         // bytes to this warp's part of a slot
-  bool leads;      // the first of the group
-
-  __device__ __forceinline__ uint32_t slot(int i) const { return slots + i * (S::kHalf << shift); }
-  __device__ __forceinline__ uint32_t barrier(int i) const { return barriers + 8 * i; }
-
-  // Whether all others of the group have read the slot, too.
-  __device__ __forceinline__ bool last_to_read(int i, int lane) const {
-    uint32_t before = 0;
-    if (lane == 0) {
-      asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;" : "=r"(before) : "r"(reads + 4 * i) : "memory");
-    }
-    return (~__shfl_sync(kAllLanes, before, 0) & ((1u << shift) - 1)) == 0;
   }
 };
 
@@ -125,37 +100,31 @@ struct StreamLoader {
     }
   }
 
-  // The next half step of all heads of the group to slot i, whose barrier then completes; fresh: nothing was in it before. Of a step with
-  // rows below the window or past the end come only the boxes of kTailKeys rows that hold others. Each lane has a box at most.
-  __device__ __forceinline__ void issue(const DecodeAttentionParams& p, const StreamMaps& maps, int lane, const Ring<S>& ring, int i,
-                                        bool fresh) {
+  // The next half step to a slot, whose barrier then completes. Of a step with rows below the window or past the end come only the boxes of
+  // kTailKeys rows that hold others. Each lane has a box at most.
+  __device__ __forceinline__ void issue(const DecodeAttentionParams& p, const StreamMaps& maps, int lane, uint32_t slot, uint32_t barrier) {
     if (next >= last) return;
-    constexpr int kEach = S::kParts * S::kTails;  // boxes of a head
     const int first = next * S::kStepKeys, low = at.s.low - first, high = at.s.length - first;
-    const bool whole = low <= 0 && high >= S::kStepKeys;
-    int map = values ? 1 : 0, head, part = 0, row = 0, bytes = S::kHalf;
-    bool mine = true;
-    if (whole) {
-      const int two = S::kSplit || (S::kTiles == 2 && p.page_shift < 5) ? 1 : 0;
-      head = lane >> two;
+    int map = values ? 1 : 0, part = 0, row = 0, bytes = S::kHalf;
+    bool mine;
+    if (low <= 0 && high >= S::kStepKeys) {
+      mine = lane < (S::kSplit || (S::kTiles == 2 && p.page_shift < 5) ? 2 : 1);
       if constexpr (S::kSplit) {
-        part = lane & two;
+        part = lane;
       } else {
-        row = (lane & two) * kTileKeys;
+        row = lane * kTileKeys;
       }
     } else {
-      head = lane / kEach, part = lane % kEach / S::kTails, row = lane % S::kTails * S::kTailKeys;
-      mine = row < high && row + S::kTailKeys > low;
+      part = lane / S::kTails, row = lane % S::kTails * S::kTailKeys;
+      mine = part < S::kParts && row < high && row + S::kTailKeys > low;
       bytes = ((min(high, S::kStepKeys) + S::kTailKeys - 1) / S::kTailKeys - max(low, 0) / S::kTailKeys) * (S::kTailKeys * S::kRowBytes);
       map += 2;
     }
     const int page = __shfl_sync(kAllLanes, pages, ((next - batch) * S::kTiles + row / kTileKeys) & 31);
-    if (ring.shift == 0 || (fresh ? ring.leads : ring.last_to_read(i, lane))) {
-      if (lane == 0) barrier_arrive_expect(ring.barrier(i), bytes << ring.shift);
-      if (mine && head < 1 << ring.shift) {
-        load_box(ring.slot(i) + head * S::kHalf + part * (S::kHalf / 2) + row * S::kBoxBytes, maps.of + map, ring.barrier(i), read_once(),
-                 part * (S::kDim / 2), (at.head >> ring.shift << ring.shift) + head, (first + row) & page_mask, page);
-      }
+    if (lane == 0) barrier_arrive_expect(barrier, bytes);
+    if (mine) {
+      load_box(slot + part * (S::kHalf / 2) + row * S::kBoxBytes, maps.of + map, barrier, read_once(), part * (S::kDim / 2), at.head,
+               (first + row) & page_mask, page);
     }
     values = !values;
     if (values) return;
@@ -342,20 +311,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   extern __shared__ uint8_t stream_smem[];
   __shared__ LocateScratch<S::kWarps, S::kWarps> scratch;
   __shared__ uint64_t barriers[S::kWarps * S::kSlots];
-  __shared__ uint32_t reads[S::kWarps * S::kSlots];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int shift = min(S::kMaxShift, __ffs(p.lanes) - 1), leader = warp >> shift << shift;
-  const Ring<S> ring{(smem_address(stream_smem) + 1023) / 1024 * 1024 + leader * (S::kSlots * S::kHalf),
-                     smem_address(barriers + leader * S::kSlots),
-                     smem_address(reads + leader * S::kSlots),
-                     shift,
-                     (~warp & ((1 << shift) - 1)) * S::kHalf,  // the last warp has the first head
-                     warp == leader};
-  if (warp == leader && lane < S::kSlots) {
-    barrier_init(ring.barrier(lane), 1);
-    barrier_init_fence();
-    reads[leader * S::kSlots + lane] = 0;
-  }
+  const uint32_t ring = (smem_address(stream_smem) + 1023) / 1024 * 1024 + warp * (S::kSlots * S::kHalf);
+  const uint32_t full = smem_address(barriers + warp * S::kSlots);
+  if (lane < S::kSlots) barrier_init(full + 8 * lane, 1), barrier_init_fence();
   if (threadIdx.x < 4) prefetch_map(maps.of + threadIdx.x);
   prefetch_shared_indices(p);
   __syncwarp();
@@ -371,7 +330,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     rows.clear(p, at, lane);
 #pragma unroll 1
     for (int i = 0; i < S::kSlots; ++i) {
-      loader.issue(p, maps, lane, ring, i, true);
+      loader.issue(p, maps, lane, ring + i * S::kHalf, full + 8 * i);
       if (i == 0) loader.look_ahead(p, lane);
     }
     rows.convert(p);
@@ -381,7 +340,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     uint32_t phase = 0;
     const auto refill_slot = [&] {
       __syncwarp();
-      loader.issue(p, maps, lane, ring, slot, false);
+      loader.issue(p, maps, lane, ring + slot * S::kHalf, full + 8 * slot);
       if (++slot == S::kSlots) slot = 0, phase ^= 1;
     };
 #pragma unroll 1
@@ -396,13 +355,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll 1
       for (int step = at.step; step < end; ++step) {
         const int first = step * S::kStepKeys;
-        barrier_wait(ring.barrier(slot), phase);
+        barrier_wait(full + 8 * slot, phase);
         float s[1][S::kTiles][4];
-        rows.scores(ring.slot(slot) + ring.own, lane, s);
+        rows.scores(ring + slot * S::kHalf, lane, s);
         refill_slot();
         rows.weigh(p, at, first, lane, s);
-        barrier_wait(ring.barrier(slot), phase);
-        const uint32_t values = ring.slot(slot) + ring.own;
+        barrier_wait(full + 8 * slot, phase);
+        const uint32_t values = ring + slot * S::kHalf;
         if (first < at.s.low || first + S::kStepKeys > at.s.length) {
           clear_values<S>(values, at.s.low - first, at.s.length - first, lane);
         }

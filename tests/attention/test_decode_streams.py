@@ -72,8 +72,8 @@ def test_equal_lengths(count: int, length: int) -> None:
     check(batch, q, k, v, **scales_of(FP8, 4))
 
 
-# H, K, sequences, keys at most. Rings of 8, 4, 2 warps and of one, with all warps at work in several segments.
-GROUPS = [
+# H, K, sequences, keys at most. Heads in numbers that divide the warps or not; all warps have several segments.
+MANY = [
     (32, 32, 260, 110),
     (64, 8, 480, 400),
     (64, 16, 230, 500),
@@ -85,15 +85,15 @@ GROUPS = [
 
 
 @pytest.mark.parametrize("cache", [BF16, FP8])
-@pytest.mark.parametrize(("H", "K", "count", "most"), GROUPS)
-def test_warps_that_share_a_ring(H: int, K: int, count: int, most: int, cache: torch.dtype) -> None:
+@pytest.mark.parametrize(("H", "K", "count", "most"), MANY)
+def test_several_segments_to_a_warp(H: int, K: int, count: int, most: int, cache: torch.dtype) -> None:
     batch, q, k, v = make([1] * count, [(b * 37) % most for b in range(count)], H, K, 64 if K > 4 else 128, 32, BF16, cache, spare=1)
     check(batch, q, k, v, **scales_of(cache, K))
 
 
 @pytest.mark.parametrize("cache", [BF16, FP8])
 @pytest.mark.parametrize("case", OPTIONS)
-def test_options_of_warps_that_share_a_ring(case: str, cache: torch.dtype) -> None:
+def test_options_of_several_segments_to_a_warp(case: str, cache: torch.dtype) -> None:
     options = sinks_of(OPTIONS[case], 64) | scales_of(cache, 32)
     batch, q, k, v = make([1] * 130, [300 + 11 * b % 230 for b in range(130)], 64, 32, 128, 64, BF16, cache)
     check(batch, q, k, v, **options)
@@ -122,7 +122,7 @@ def without_long(batch: RaggedBatch, q: Tensor, most: int) -> tuple[RaggedBatch,
 
 @pytest.mark.parametrize(("count", "most"), [(260, 110), (120, 400)])
 def test_bits_beside_another_kernel(count: int, most: int) -> None:
-    """It holds some of the SMs for some of the time, so that warps drift apart and wait for each other."""
+    """It holds some of the SMs for some of the time, so that warps which wait for a part meet others that are late."""
     batch, q, k, v = make([1] * count, [(b * 37) % most for b in range(count)], 32, 32, 128, 64, BF16, FP8)
     at = batch.to("cuda")
     args = (q.cuda(), k.cuda(), v.cuda(), at.page_table, at.q_starts, at.kv_lens)
