@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from pyllm.api.params import id_tuple
 from pyllm.api.refuse import shown
 from pyllm.ops.attention import DECODE_DIMS, PREFILL_FP8_DIMS
+from pyllm.ops.sampling import LOGIT_TYPES, MAX_VOCAB
 from pyllm.plan.pages import ONE_BYTE, SlotSizes
 from pyllm.runtime.schedule import LOGIT_ROWS
 
@@ -27,16 +28,18 @@ class DecoderSpec(Protocol):
     def kv_slots(self) -> Mapping[int, SlotSizes]: ...
 
 
-def check_sizes(sizes: Mapping[str, int], optional: Mapping[str, int | None], positions: int) -> None:
+def check_sizes(sizes: Mapping[str, int], optional: Mapping[str, int | None], spec: DecoderSpec) -> None:
     for name, value in {**sizes, **{n: v for n, v in optional.items() if v is not None}}.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"Engine: {name} is {shown(value)}, expected an integer, at least 1")
     if optional["pages"] is not None and optional["max_tokens"] is not None:
         given = f"pages={optional['pages']} and max_tokens={optional['max_tokens']}"
         raise ValueError(f"Engine: {given} both size the KV pool, expected one of them")
-    length = optional["max_length"]
+    length, positions = optional["max_length"], spec.max_positions
     if length is not None and length > positions:
         raise ValueError(f"Engine: max_length (max_seq_len of LLM) is {length}, expected at most the model's context of {positions}")
+    if spec.vocab_size > MAX_VOCAB:
+        raise ValueError(f"Engine: the model has {spec.vocab_size} tokens, expected at most {MAX_VOCAB}, among which one can be sampled")
 
 
 def check_types(
@@ -94,6 +97,14 @@ def check_fits(tokens: int, need: int, total: int, page_size: int) -> None:
     if need > total:
         pool = f"the pool has {total * page_size} ({total} pages)"
         raise ValueError(f"submit: prompt and max_tokens need {tokens} tokens of KV cache ({need} pages), {pool}")
+
+
+def check_logits(logits: Any, rows: int, vocab: int) -> torch.Tensor:
+    """RuntimeError for what a caller's own module gives in place of logits: other columns would be other tokens."""
+    if not isinstance(logits, torch.Tensor) or logits.shape != (rows, vocab) or logits.dtype not in LOGIT_TYPES:
+        came = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, torch.Tensor) else shown(logits)
+        raise RuntimeError(f"Engine: the model gave {came}, expected logits [{rows}, {vocab}] in bfloat16, float16 or float32")
+    return logits
 
 
 def check_captured(name: str, sizes: Sequence[int], most: int) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pyllm.api.refuse import MAX_SECONDS, shown
 from pyllm.api.text import TextOutput
 from pyllm.runtime.request import Request, Timing, TokenLogprob
 from pyllm.runtime.wake import wake
@@ -48,7 +49,7 @@ class RequestOutput:
     def __init__(
         self, prompt: str | None, requests: Sequence[Request], tokenizer: Tokenizer | None, keep: int, abort: Callable[[Request], None]
     ) -> None:
-        self.prompt, self.prompt_token_ids = prompt, requests[0].prompt_token_ids
+        self.prompt, self.prompt_token_ids = prompt, list(requests[0].prompt_token_ids)  # the engine goes by its own
         self.outputs = [CompletionOutput(r.index) for r in requests]
         self._requests, self._keep, self._abort = list(requests), keep, abort
         self._changed = threading.Condition()
@@ -86,6 +87,10 @@ class RequestOutput:
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait until all samples have ended. TimeoutError after `timeout` seconds; the request goes on."""
+        number = isinstance(timeout, (int, float)) and timeout == timeout
+        if timeout is not None and not number:
+            raise ValueError(f"RequestOutput.result: timeout is {shown(timeout)}, expected None or seconds")
+        timeout = None if timeout is None or timeout > MAX_SECONDS else timeout
         with self._changed:
             if not self._changed.wait_for(lambda: self.finished, timeout):
                 raise TimeoutError(f"RequestOutput.result: request {self.request_id} still runs after {timeout} seconds")

@@ -50,9 +50,10 @@ GENERATE_HINTS = {
 
 
 def shown(value: Any) -> str:
-    """What came, in few words: it may be long, and may not even be printable."""
+    """What came, in few words and on one line: it may be long, and may not even be printable."""
     try:
         text = repr(value)
+        text = " ".join(text.split()) if "\n" in text else text
     except Exception:
         return f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

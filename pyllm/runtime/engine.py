@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pyllm.api.checks import POOL_SHARE, DecoderSpec, check_draft, check_fits, check_sizes, check_types, grid_of
+from pyllm.api.checks import POOL_SHARE, DecoderSpec, check_draft, check_fits, check_sizes, check_types, grid_of, told
 from pyllm.api.params import SamplingParams, check_order
 from pyllm.layers.apart import apart
 from pyllm.plan.calibrate import find_scales
@@ -64,7 +64,7 @@ class Engine:
         progress: bool = False,
     ) -> None:  # fmt: skip
         sizes = {"max_batch": max_batch, "chunk": chunk, "page_size": page_size, "draft_ngram": draft_ngram}
-        check_sizes(sizes, {"pages": pages, "max_tokens": max_tokens, "max_length": max_length}, spec.max_positions)
+        check_sizes(sizes, {"pages": pages, "max_tokens": max_tokens, "max_length": max_length}, spec)
         self.spec, self.device, self.max_length = spec, torch.device(device), max_length or spec.max_positions
         kv_dtype, self.eos_ids = check_types(self.device, dtype, kv_dtype or dtype, weights, eos_ids)
         cuda, most = self.device.type == "cuda", max_batch * (1 + draft_len) + chunk
@@ -255,8 +255,13 @@ class Engine:
         if token in request.ends:
             request.stop_reason = token
         elif request.text is not None:
-            request.stop_reason = request.text.find_stop(request.token_ids, request.params.min_tokens)
-        if request.stop_reason is not None or len(request.token_ids) == request.limit:
+            try:
+                request.stop_reason = request.text.find_stop(request.token_ids, request.params.min_tokens)
+            except BaseException as error:  # a tokenizer may be anybody's code, and native code that panics raises more than an Exception
+                request.error = f"the tokenizer failed on token {token}: {told(error)}"
+        if request.error is not None:
+            self._finish(request, "error")
+        elif request.stop_reason is not None or len(request.token_ids) == request.limit:
             self._finish(request, "length" if request.stop_reason is None else "stop")
         elif request.streaming and request.listener is not None:
             request.listener(request)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyllm.api.checks import check_captured
+from pyllm.api.checks import check_captured, check_logits
 from pyllm.ops.attention import INT8_ROWS
 from pyllm.ops.sampling import sample_tokens
 from pyllm.runtime.batch import Batch
@@ -56,7 +56,7 @@ class Runner:
         max_pages = min(-(-max_length // kv.page_size), kv.pages - 1)  # no request can hold more than the pool has
         room: dict[str, Any] = {"max_batch": max_batch, "max_pages": max_pages, "page_size": kv.page_size, "device": kv.device}
         self._module, self._kv, self.rows = draft.beside(module) if draft else module, kv, Rows(**room)
-        self._draft, self._guess_seconds = draft, 0.0
+        self._draft, self._guess_seconds, self._vocab = draft, 0.0, vocab
         apart = INT8_ROWS if kv.dtype == torch.int8 else None
         self._buffers = StepBuffers(max_tokens=max_tokens, pages=kv.pages, vocab=vocab, most_rows=apart, guess_rows=guess_rows, **room)
         self._shaper = Shaper(max_batch=max_batch, vocab=vocab, device=kv.device)
@@ -115,10 +115,7 @@ class Runner:
         return self._draft.guess(self.rows.batch(n, self._kv.caches))
 
     def _logits(self, n: int) -> Tensor:
-        logits = self._module(self.rows.batch(n, self._kv.caches))
-        if logits.shape[0] != n:
-            raise RuntimeError(f"Engine: the model gave {logits.shape[0]} rows of logits, expected {n}")
-        return logits
+        return check_logits(self._module(self.rows.batch(n, self._kv.caches)), n, self._vocab)
 
     def _tokens(self, n: int) -> Tensor:
         """A whole greedy step: this is what a graph replays."""
@@ -141,7 +138,7 @@ class Runner:
         return Flight(requests, to_host(tokens[:top]), self._logprobs(logits, tokens, requests))
 
     def _padded(self, size: tuple[int, int]) -> Tensor:
-        return self._module(self._buffers.padded_batch(size, self.rows, self._kv.caches))
+        return check_logits(self._module(self._buffers.padded_batch(size, self.rows, self._kv.caches)), padded_rows(size), self._vocab)
 
     def _packed(self, step: PackedStep) -> Tensor:
         """Logits of a step that the host has packed: through a graph that is large enough, if there is one."""
@@ -149,13 +146,9 @@ class Runner:
         sizes = self.mixed_sizes if step.max_q > 1 else []  # a captured step takes another attention kernel
         size = next((s for s in sizes if s[0] >= need[0] and s[1] >= need[1] and padded_rows(s) >= step.logit_rows), None)
         if size is None or wasteful(step.tokens, size[0]):
-            logits = self._module(self._buffers.batch(step, self.rows, self._kv.caches))
-        else:
-            self._buffers.pad(step, size)
-            logits = self.graphs.run("mixed", size)[: step.logit_rows]
-        if logits.shape[0] != step.logit_rows:
-            raise RuntimeError(f"Engine: the model gave {logits.shape[0]} rows of logits, expected {step.logit_rows}")
-        return logits
+            return check_logits(self._module(self._buffers.batch(step, self.rows, self._kv.caches)), step.logit_rows, self._vocab)
+        self._buffers.pad(step, size)
+        return self.graphs.run("mixed", size)[: step.logit_rows]
 
     def _verify(self, plan: Plan) -> Flight:
         """What the model chooses after each guess; the host decides, and tells the rows with the next step."""

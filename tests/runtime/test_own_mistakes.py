@@ -6,15 +6,18 @@ import asyncio
 import math
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 from pyllm import SamplingParams
+from pyllm.load.tokenizer import Tokenizer
 from pyllm.runtime.loop import EngineLoop
 from pyllm.runtime.request import Request
-from tests.runtime.fake import NAN_TOKEN, VOCAB, FakeModel, expected
+from tests.runtime.fake import NAN_TOKEN, VOCAB, FakeModel, FakeSpec, expected
 from tests.runtime.test_engine import assert_idle, make
 from tests.runtime.test_llm import speaking
+from tests.runtime.tiny import byte_tokenizer
 
 ALL = range(VOCAB)
 OWN = {
@@ -122,3 +125,76 @@ def wait_for(request: Request) -> None:
     ended = threading.Event()
     request.listener = lambda _: ended.set()
     assert request.finished or ended.wait(30)
+
+
+class Panics(Tokenizer):
+    """Native code that panics raises what is no Exception, when it sees one token."""
+
+    def stream(self, skip_special_tokens: bool = True):
+        decoder = super().stream(skip_special_tokens)
+        push = decoder.push
+        decoder.push = lambda token: push(token) if token != ord("!") else raising(Silent)()
+        return decoder
+
+
+def test_a_tokenizer_that_fails_on_a_token_fails_that_request_alone() -> None:
+    with speaking("ok! and more") as llm:
+        plain = llm.tokenizer
+        beside = llm.generate_async("1234", SamplingParams(max_tokens=300, stop="nowhere"))
+        llm.tokenizer = Panics(byte_tokenizer())
+        out = llm.generate("1234", SamplingParams(max_tokens=300, stop="nowhere", detokenize=True))
+        assert (out.outputs[0].finish_reason, out.outputs[0].error) == ("error", "the tokenizer failed on token 33: Silent")
+        assert (out.outputs[0].text, out.outputs[0].length) == ("ok", 3)
+        llm.tokenizer = plain
+        assert beside.result(30).outputs[0].text == "ok! and more"
+        assert llm.generate("1234", SamplingParams(max_tokens=300, stop="a")).outputs[0].text == "ok! "
+        assert llm.get_stats()["used_pages"] == 0
+
+
+OUTPUTS = {
+    "nothing": (lambda rows: None, "None"),
+    "an array": (lambda rows: np.zeros((rows, VOCAB)), "array"),
+    "three dimensions": (lambda rows: torch.zeros(1, rows, VOCAB), rf"torch.float32 \[1, 1, {VOCAB}\]"),
+    "one dimension": (lambda rows: torch.zeros(VOCAB), rf"torch.float32 \[{VOCAB}\]"),
+    "more columns": (lambda rows: torch.zeros(rows, VOCAB + 8), rf"torch.float32 \[1, {VOCAB + 8}\]"),
+    "fewer columns": (lambda rows: torch.zeros(rows, VOCAB - 1), rf"torch.float32 \[1, {VOCAB - 1}\]"),
+    "more rows": (lambda rows: torch.zeros(rows + 1, VOCAB), rf"torch.float32 \[2, {VOCAB}\]"),
+    "integers": (lambda rows: torch.zeros(rows, VOCAB, dtype=torch.int64), rf"torch.int64 \[1, {VOCAB}\]"),
+    "fp64": (lambda rows: torch.zeros(rows, VOCAB, dtype=torch.float64), rf"torch.float64 \[1, {VOCAB}\]"),
+}
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"repetition_penalty": 2.0}, {"temperature": 1.0, "logprobs": 2}], ids=["greedy", "shaped", "sampled"]
+)
+@pytest.mark.parametrize("case", OUTPUTS)
+def test_what_a_callers_module_gives_is_looked_at(case: str, params: dict) -> None:
+    """Other columns would be other tokens, without a word."""
+    give, came = OUTPUTS[case]
+    engine = make(lambda b: give(len(b.logit_rows) if b.logit_rows is not None else len(b.kv_lens)))
+    engine.submit([1, 2, 3], SamplingParams(max_tokens=3, **params))
+    with pytest.raises(RuntimeError, match=rf"Engine: the model gave {came}.*, expected logits \[1, {VOCAB}\] in bfloat16, float16 or"):
+        engine.run()
+
+
+def test_a_vocabulary_that_cannot_be_sampled_from_is_found_at_the_start() -> None:
+    with pytest.raises(ValueError, match="Engine: the model has 2097152 tokens, expected at most 1048576"):
+        make(spec=FakeSpec(vocab_size=1 << 21))
+
+
+@pytest.mark.parametrize("timeout", ["x", math.nan, [1], torch.ones(2)])
+def test_a_time_to_wait_is_a_number(timeout) -> None:
+    with speaking("ok") as llm:
+        handle = llm.generate_async("1234")
+        with pytest.raises(ValueError, match="RequestOutput.result: timeout is .*, expected None or seconds"):
+            handle.result(timeout)
+        assert [handle.result(seconds).outputs[0].text for seconds in (1e300, math.inf, None)] == ["ok"] * 3
+
+
+def test_what_a_handle_shows_is_a_copy() -> None:
+    with speaking("x" * 50) as llm:
+        handle = llm.generate_async("1234", SamplingParams(max_tokens=300), streaming=True)
+        for look in handle:
+            look.prompt_token_ids.append(9)
+        assert handle.outputs[0].text == "x" * 50
+        assert llm.generate("1234", SamplingParams(max_tokens=300)).outputs[0].text == "x" * 50
