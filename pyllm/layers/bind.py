@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from pyllm.layers.declared import check_declared
-from pyllm.layers.formats import QuantPlan
+from pyllm.layers.formats import Format, QuantPlan  # noqa: F401 (the latter means the former)
 from pyllm.layers.invariant import check_invariant
 from pyllm.layers.linear import check_plan
 from pyllm.layers.spec import Spec, Weight, need_sizes, path_of
 from pyllm.layers.stored import expand, stored_as
+from pyllm.layers.typed import typed_call
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STORED = (*DTYPES, torch.float64)
@@ -65,8 +66,8 @@ class Env:
         if shape is not None and tuple(t.shape) != shape:
             raise ValueError(f"checkpoint tensor {name!r} has shape {tuple(t.shape)}, the declaration expects {shape}")
         if self.progress and first:  # several parts may be rows of one tensor
-            for stored in names:
-                self.progress(stored)
+            for part in names:
+                self.progress(part)
         return t
 
     def read(self, weight: Weight, path: str) -> Tensor:
@@ -101,6 +102,7 @@ class Bound(nn.Module):
         return self.spec.forward(self, *args)
 
 
+@typed_call
 def bind(
     spec: Spec,
     state: Mapping[str, Tensor],
@@ -127,8 +129,6 @@ def bind(
     disagrees
     with the declaration, a `tp` that does not fit, parts of one GEMM with different formats. Each names the tensor.
     """
-    if not isinstance(spec, Spec):
-        raise ValueError(f"bind: spec is {spec!r}, expected a declaration")
     need_sizes("bind", tp=tp)
     if dtype not in DTYPES:
         raise ValueError(f"bind: dtype is {dtype!r}, expected torch.float32, torch.bfloat16 or torch.float16")
@@ -136,10 +136,14 @@ def bind(
     if not 0 <= rank < tp:
         raise ValueError(f"bind: rank is {rank}, expected 0 <= rank < tp={tp}")
     check_declared(spec, tp)
-    if invariant and torch.device(device).type == "cuda":
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"bind: device is {device!r}, expected one of torch's, as cpu or cuda:0") from None
+    if invariant and where.type == "cuda":
         check_invariant(spec, quant, dtype)
     fuse = fuse and not invariant
-    env = Env(state, quant, rank, tp, torch.device(device), dtype, progress, fuse, invariant, getattr(spec, "prefix", ""))
+    env = Env(state, quant, rank, tp, where, dtype, progress, fuse, invariant, getattr(spec, "prefix", ""))
     module = Bound(spec, "", env)
     ignore = getattr(spec, "ignore", ())
     left = sorted(k for k in state if k not in env.used and not any(fnmatchcase(k, g) for g in ignore))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,8 @@ from pyllm.layers.spec import Part, Spec, Split, Transform, Weight, need_sizes
 def check_norm(norm: RMSNorm | LayerNorm) -> None:
     owner = f"{type(norm).__name__} {norm.name}"
     need_sizes(owner, d=norm.d)
-    if not norm.eps >= 0:
-        raise ValueError(f"{owner}: eps is {norm.eps}, expected 0 or more")
+    if not 0 <= norm.eps < math.inf:
+        raise ValueError(f"{owner}: eps is {norm.eps}, expected 0 or more, and finite")
 
 
 @dataclass(frozen=True)

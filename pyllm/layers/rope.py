@@ -14,19 +14,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pyllm.layers.typed import Typed
+
 if TYPE_CHECKING:
     from pyllm.runtime.batch import Batch
 
 
 @dataclass(frozen=True)
-class LinearScaling:
+class LinearScaling(Typed):
     """Positions divided by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True)
-class DynamicNtk:
+class DynamicNtk(Typed):
     """theta grows with the sequence once it is longer than `original` positions."""
 
     factor: float
@@ -34,7 +36,7 @@ class DynamicNtk:
 
 
 @dataclass(frozen=True)
-class Llama3:
+class Llama3(Typed):
     """Low frequencies divided by `factor`, high ones kept, a linear blend between (none where the two factors are equal)."""
 
     factor: float
@@ -44,7 +46,7 @@ class Llama3:
 
 
 @dataclass(frozen=True)
-class Yarn:
+class Yarn(Typed):
     """Interpolated below `beta_slow` rotations, extrapolated above `beta_fast`, a ramp between; cos and sin times `attention_factor`."""
 
     factor: float
@@ -58,7 +60,7 @@ class Yarn:
 
 
 @dataclass(frozen=True)
-class LongRope:
+class LongRope(Typed):
     """One factor per frequency: `short` while the sequence fits `original` positions, `long` beyond."""
 
     short: tuple[float, ...]
@@ -73,7 +75,7 @@ Scaling = LinearScaling | DynamicNtk | Llama3 | Yarn | LongRope
 
 
 @dataclass(frozen=True)
-class Rope:
+class Rope(Typed):
     """Rotates the first `dim` of each head's dims. interleaved: pairs (2i, 2i+1) instead of (i, i + dim/2)."""
 
     dim: int

@@ -1,8 +1,7 @@
 """The mechanism: a frozen spec tree -> a bound `nn.Module`. No prefix, rank, dtype or layer index is threaded by hand.
 
-A `Spec` holds global sizes and names; `Part` and `Weight` say which checkpoint tensors make one runtime tensor and how a
-tensor-parallel rank cuts
-them. `walk`, `plan` and `rewrite` read or change a declaration without any tensor; `bind` (in bind.py) loads it.
+A `Spec` holds global sizes and names; `Part` and `Weight` say which checkpoint tensors make one runtime tensor and how a tensor-parallel
+rank cuts them. `walk`, `plan` and `rewrite` read or change a declaration without any tensor; `bind` (in bind.py) loads it.
 """
 
 from __future__ import annotations
@@ -15,6 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from pyllm.layers.typed import Typed, typed_call
+from pyllm.ops.kinds import value_name
 
 S = TypeVar("S", bound="Spec")
 
@@ -45,12 +47,12 @@ class Transform(enum.Enum):
 def need_sizes(owner: str, **sizes: Any) -> None:
     """Every size is a positive integer; the error names the owner and the field."""
     for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{owner}: {name} is {value!r}, expected a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
+            raise ValueError(f"{owner}: {name} is {value_name(value)}, expected a positive integer, less than 2^31")
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(Typed):
     """`size` output rows that come from one checkpoint tensor, named relative to the owner's path.
 
     unit: rows that stay together on a rank (head_dim). start, of: the part is rows start .. start+size of a checkpoint tensor of `of` rows.
@@ -114,7 +116,7 @@ def consecutive(*parts: Part) -> tuple[Part, ...]:
 
 
 @dataclass(frozen=True)
-class Weight:
+class Weight(Typed):
     """One runtime tensor: checkpoint tensors `path.part.suffix` stacked along their output rows.
 
     cols: input size (None: a vector). shard: None | "col" (output rows) | "row" (input). experts > 0: part names hold one `{}`, stacked
@@ -188,13 +190,12 @@ class Weight:
         return torch.stack(rows) if self.experts else rows[0]
 
 
-class Spec:
+class Spec(Typed):
     """Frozen description of a layer with global sizes; holds no tensor, rank, device or dtype. Subclasses are frozen dataclasses.
 
     An optional field `at: str` is the segment this layer adds to the checkpoint path. `partial`: with tp > 1 the output is this rank's
-    share of
-    a sum (a row-parallel Linear is last), which the edge between two steps reduces; a plain user layer computes the same full result on
-    each rank.
+    share of a sum (a row-parallel Linear is last), which the edge between two steps reduces; a plain user layer computes the same full
+    result on each rank.
     """
 
     partial: bool = False
@@ -249,9 +250,9 @@ class PlanItem:
     shape: tuple[int, ...]
 
 
+@typed_call
 def plan(spec: Spec, *, tp: int = 1) -> list[PlanItem]:
     """What will be read from the checkpoint, before any tensor exists. Shapes are those of one rank, in the checkpoint's own format."""
-
     need_sizes("plan", tp=tp)
 
     def items(s: Spec, path: str, attr: str) -> Iterator[PlanItem]:
@@ -264,6 +265,7 @@ def plan(spec: Spec, *, tp: int = 1) -> list[PlanItem]:
     return list(items(spec, "", ""))
 
 
+@typed_call
 def rewrite(spec: S, cls: type[Spec], fn: Callable[[Any], Spec], match: str = "*") -> S:
     """A new tree in which every `cls` node whose checkpoint path matches the glob `match` is replaced by `fn(node)`.
 
@@ -289,8 +291,8 @@ def rewrite(spec: S, cls: type[Spec], fn: Callable[[Any], Spec], match: str = "*
             return new
         return node
 
-    if not isinstance(cls, type):
-        raise ValueError(f"rewrite: cls is {cls!r}, expected a class")
+    if not isinstance(spec, Spec):
+        raise ValueError(f"rewrite: spec is {value_name(spec)}, expected Spec")
     out = visit(spec, "")
     if hits == 0:
         raise ValueError(f"rewrite: no {cls.__name__} has a path that matches {match!r}")

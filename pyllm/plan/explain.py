@@ -24,6 +24,7 @@ from pyllm.layers.mlp import MLP
 from pyllm.layers.norm import RMSNorm
 from pyllm.layers.recognise import not_served, rows_ahead
 from pyllm.layers.spec import Spec, join, need_sizes, walk
+from pyllm.layers.typed import typed_call
 from pyllm.plan.costs import GPUS, Context, Row, linear_rows, product, rows
 from pyllm.plan.edges import edge_rows
 from pyllm.plan.fusions import added_inside, norm_inside, normed_e4m3, norms
@@ -93,6 +94,7 @@ def _folded(all_rows: tuple[Row, ...]) -> Iterator[tuple[str, list[Row]]]:
         yield (same[0][0] if len(same) == 1 else f"{same[0][0]} .. {same[-1][0].rsplit('.', 1)[-1]} ({len(same)} alike)"), same[0][1]
 
 
+@typed_call
 def explain(
     spec: Decoder,
     *,
@@ -113,8 +115,6 @@ def explain(
     """
     if gpu not in GPUS:
         raise ValueError(f"explain: gpu is {gpu!r}, expected one of {', '.join(GPUS)}")
-    if not isinstance(spec, Decoder):
-        raise ValueError(f"explain: spec is a {type(spec).__name__}, expected a Decoder")
     need_sizes("explain", batch=batch, new=new, tp=tp, context=context)
     if dtype not in DTYPES:
         raise ValueError(f"explain: dtype is {dtype!r}, expected torch.bfloat16, torch.float16 or torch.float32")

@@ -93,7 +93,7 @@ def test_declaration() -> None:
     assert decoder(alibi(4)) == decoder(alibi(4)) and hash(decoder(alibi(4))) == hash(decoder(alibi(4)))
     assert decoder(alibi(4)) != decoder(None)
     assert "AttentionVariant(name='alibi'" in repr(decoder(alibi(4)))
-    with pytest.raises(ValueError, match="Attn attn: variant is a str, expected an AttentionVariant"):
+    with pytest.raises(ValueError, match="Attn attn: variant is 'alibi', expected AttentionVariant or None"):
         replace(ATTN, variant="alibi")
 
 

@@ -61,12 +61,12 @@ CASES: dict[str, Callable[[], Any]] = {
     "Attn a: head_dim is 17, expected a multiple of 8, at most 256": lambda: attn(head_dim=17),
     "Attn a: head_dim is 512, expected a multiple of 8": lambda: attn(head_dim=512),
     "Attn a: softcap is -1.0, expected None or more than 0": lambda: attn(softcap=-1.0),
-    "Attn a: window is 3.5, expected None or a positive integer": lambda: attn(window=3.5),
-    "Attn a: window is '8', expected None or a positive integer": lambda: attn(window="8"),
+    "Attn a: window is 3.5, expected int or None": lambda: attn(window=3.5),
+    "Attn a: window is '8', expected int or None": lambda: attn(window="8"),
     "Attn a: scale is nan, expected a positive number": lambda: attn(scale=float("nan")),
     "Attn a: scale is 0.0, expected a positive number": lambda: attn(scale=0.0),
-    "Attn a: kv is '0', expected an integer": lambda: attn(kv="0"),
-    "Attn a: rope is 16, expected a Rope or None": lambda: attn(rope=16),
+    "Attn a: kv is '0', expected int": lambda: attn(kv="0"),
+    "Attn a: rope is 16, expected Rope or None": lambda: attn(rope=16),
     "Attn a: names is": lambda: attn(names=("q",)),
     "Attn a: qk_norm is a LayerNorm, expected bias=False": lambda: attn(qk_norm=LayerNorm("{}_norm", 16, 1e-5)),
     "RMSNorm n: eps is -1": lambda: RMSNorm("n", 4, -1.0),
@@ -88,8 +88,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "Rope: scaling is 'linear'": lambda: Rope(16, scaling="linear"),  # type: ignore[arg-type]
     "Sub x: body is None": lambda: Sub("x", None, None),  # type: ignore[arg-type]
     "Sum: branches is \\(\\), expected a tuple of layers, at least one": lambda: Sum(()),
-    "Sum: branches is .*, expected a tuple of layers": lambda: Sum([attn()]),  # type: ignore[arg-type]
-    "Decoder: subs is no tuple of Sub": lambda: replace(decoder(), subs=[]),  # type: ignore[arg-type]
+    "Sum: branches is a list holding a Attn, expected a tuple of Spec": lambda: Sum([attn()]),  # type: ignore[arg-type]
+    "Decoder: subs is a list, expected a tuple of Sub": lambda: replace(decoder(), subs=[]),  # type: ignore[arg-type]
     "Decoder: max_positions is 0": lambda: decoder(max_positions=0),
     "Decoder: logit_softcap is -3.0": lambda: decoder(logit_softcap=-3.0),
     "Decoder: MLP of l has d=32, expected 64": lambda: decoder(MLP("m", 32, 8)),
@@ -99,10 +99,19 @@ CASES: dict[str, Callable[[], Any]] = {
     "l.a: rope.max_positions is 32, expected max_positions=8192": lambda: decoder(attn(rope=Rope(16, max_positions=32))),
     "Decoder: positions has 8 rows, expected max_positions=8192": lambda: decoder(positions=Embedding("p", 8, D)),
     "rewrite: fn gave None for model.layers.0.mlp": lambda: rewrite(mine(), MLP, lambda m: None),  # type: ignore[arg-type]
-    "rewrite: cls is 'MLP', expected a class": lambda: rewrite(mine(), "MLP", lambda m: m),  # type: ignore[arg-type]
+    "rewrite: cls is 'MLP', expected type": lambda: rewrite(mine(), "MLP", lambda m: m),  # type: ignore[arg-type]
     "plan: tp is 0": lambda: plan(mine(), tp=0),
     "bind: tp is 0": lambda: bound(tp=0),
     "bind: tp is 2.0": lambda: bound(tp=2.0),
+    "bind: device is 'gpu', expected one of torch's": lambda: bound(device="gpu"),
+    "bind: state is None, expected a dict of Tensor": lambda: bind(mine(), None),  # type: ignore[arg-type]
+    "bind: strict is 'no', expected bool": lambda: bound(strict="no"),
+    "bind: rank is '0', expected int": lambda: bound(rank="0"),
+    "plan: spec is 3, expected Spec": lambda: plan(3),  # type: ignore[arg-type]
+    "rewrite: spec is None, expected Spec": lambda: rewrite(None, MLP, lambda m: m),  # type: ignore[arg-type, return-value, type-var]
+    "rewrite: fn is 'f', expected Callable": lambda: rewrite(mine(), MLP, "f"),  # type: ignore[arg-type]
+    "explain: kv_dtype is 'fp8', expected dtype or None": lambda: explain(mine(), kv_dtype="fp8"),  # type: ignore[arg-type]
+    "explain: gpu is a list, expected str": lambda: explain(mine(), gpu=[]),  # type: ignore[arg-type]
     "bind: dtype is 'bf16'": lambda: bound(dtype="bf16"),
     "bind: dtype is torch.int8": lambda: bound(dtype=torch.int8),
     "bind: spec is 3": lambda: bind(3, {}),  # type: ignore[arg-type]
@@ -117,11 +126,11 @@ CASES: dict[str, Callable[[], Any]] = {
     r"bind: quant has '\*.o_proj.weight', which matches no product": lambda: bound(quant=(("*.o_proj.weight", BF16),)),
     "explain: quant has 'x', which matches no product": lambda: explain(mine(), quant=(("x", BF16),)),
     r"bind: quant gives '\*' the format 'fp8', expected a Format": lambda: bound(quant=(("*", "fp8"),)),
-    "bind: quant holds '.*', expected pairs": lambda: bound(quant={"*": BF16}),
-    "bind: quant is None, expected pairs": lambda: bound(quant=None),
+    "bind: quant is a dict, expected a list of": lambda: bound(quant={"*": BF16}),
+    "bind: quant is None, expected a list of": lambda: bound(quant=None),
     r"experts of model.layers.1.moe get two formats \(model, bf16\)": lambda: bound(quant=(("*.experts.*down_proj", BF16),)),
     "explain: tp is '2'": lambda: explain(mine(), tp="2"),  # type: ignore[arg-type]
-    "explain: spec is a int": lambda: explain(3),  # type: ignore[arg-type]
+    "explain: spec is 3, expected Decoder": lambda: explain(3),  # type: ignore[arg-type]
     "explain: dtype is 'bf16'": lambda: explain(mine(), dtype="bf16"),  # type: ignore[arg-type]
 }
 

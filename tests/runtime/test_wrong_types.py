@@ -5,15 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
-import re
-import warnings
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from pyllm import (
     LLM,
@@ -25,57 +19,10 @@ from pyllm import (
     SamplingParams,
     SchedulerConfig,
 )
-from pyllm.api.refuse import shown
 from pyllm.api.retention import TokenRange
 from pyllm.load.tokenizer import Tokenizer
 from tests.runtime.tiny import VOCAB, byte_tokenizer, tiny_spec, tiny_weights
-
-
-class Unspeakable:
-    """Neither printed, compared, hashed nor true or false."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        raise RuntimeError
-
-    def __eq__(self, other: object) -> bool:
-        raise RuntimeError
-
-    def __bool__(self) -> bool:
-        raise RuntimeError
-
-
-BIG = [1e308, 10**400, -(10**400), 10**5000]  # the last one Python does not even print
-NUMBERS = [0, 1, -1, 2, 2.5, -0.0, 64.0, math.nan, math.inf, -math.inf, *BIG, 1 + 2j, np.float32(1.5), np.int64(3)]
-TEXTS = ["x", "", "64", b"x", "\ud800", ["\ud800"], ["a"], ["a", 3]]
-LISTS = [[], [1], [None], [[1]], (1, 2), {1}, {}, {1: 2}, {"a": 1}, range(3)]
-ARRAYS = [np.array([1, 2]), np.array(3), np.array([1.5]), np.ones((2, 2)), torch.tensor([1, 2]), torch.tensor(1), torch.ones(2, 2, 2)]
-OTHERS = [torch.float32, None, True, False, np.bool_(True), object(), lambda *_: None, int]
-WRONG = [*NUMBERS, *TEXTS, *LISTS, *ARRAYS, *OTHERS]
-
-
-def things() -> Iterator[Any]:
-    yield from WRONG
-    yield from (Unspeakable(), iter([1]), (i for i in "ab"))  # new ones each time: they can be read once
-
-
-def complaint(call: Callable[[], Any], text: str) -> str | None:
-    """What is wrong with how the call fails, if it does."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            call()
-    except (TypeError, ValueError, MemoryError) as error:
-        return None if re.search(text, str(error)) else f"says {type(error).__name__}: {error}"
-    except BaseException as error:
-        return f"raises {type(error).__name__}: {error}"
-    return None
-
-
-def told(value: Any) -> str:
-    return f"{type(value).__name__} {shown(value)}"
-
+from tests.support.wrong import complaints
 
 CONFIGS: dict[type, dict[str, Any]] = {
     SamplingParams: {}, KvCacheConfig: {}, SchedulerConfig: {}, CudaGraphConfig: {}, NGramDecodingConfig: {}, KvCacheRetentionConfig: {},
@@ -88,11 +35,8 @@ FIELDS = [pytest.param(cls, f.name, id=f"{cls.__name__}-{f.name}") for cls in CO
 
 @pytest.mark.parametrize(("owner", "field"), FIELDS)
 def test_a_field(owner: type, field: str) -> None:
-    failed = []
-    for value in things():
-        wrong = complaint(lambda v=value: owner(**CONFIGS[owner] | {field: v}), rf"^{owner.__name__}: .*\b{field}\b")
-        failed += [f"{told(value)}: {wrong}"] if wrong else []
-    assert not failed, "\n".join(failed)
+    failed = complaints(lambda value: owner(**CONFIGS[owner] | {field: value}), rf"^{owner.__name__}: .*\b{field}\b")
+    assert not failed, failed
 
 
 SMALL: dict[str, Any] = {
@@ -110,23 +54,20 @@ def test_an_argument_of_llm(argument: str) -> None:
             out = llm.generate([1], TINY, use_tqdm=False).outputs[0]
             assert (out.length, out.error) == (1, None)
 
-    failed = []
-    for value in things():
-        text = {"tokenizer": "tokenizer|cannot be opened", "weights": "weights|checkpoint has no tensor"}.get(argument, argument)
-        wrong = complaint(lambda v=value: use(v), rf"\b({text})\b")
-        failed += [f"{told(value)}: {wrong}"] if wrong else []
-    assert not failed, "\n".join(failed)
+    text = {"tokenizer": "tokenizer|cannot be opened", "weights": "weights|checkpoint has no tensor"}.get(argument, argument)
+    failed = complaints(use, rf"\b({text})\b")
+    assert not failed, failed
 
 
 @pytest.mark.parametrize("field", ["speculative_model", "weights", "load_format", "quant"])
 def test_the_second_model_is_named_where_it_is_the_wrong_one(field: str) -> None:
     draft = {"speculative_model": SMALL["model"], "weights": SMALL["weights"], "max_draft_len": 2}
-    failed = []
-    for value in things():
-        config = DraftTargetDecodingConfig(**draft | {field: value})
-        wrong = complaint(lambda c=config: LLM(**SMALL, speculative_config=c).shutdown(), "^speculative_config: ")
-        failed += [f"{told(value)}: {wrong}"] if wrong else []
-    assert not failed, "\n".join(failed)
+
+    def use(value: Any) -> None:
+        LLM(**SMALL, speculative_config=DraftTargetDecodingConfig(**draft | {field: value})).shutdown()
+
+    failed = complaints(use, "^speculative_config: ")
+    assert not failed, failed
 
 
 @pytest.fixture(scope="module")
@@ -142,16 +83,13 @@ METHODS = [(m, a) for m in ("generate", "generate_async") for a in list(inspect.
 def test_an_argument_of_a_call(llm, method: str, argument: str) -> None:
     """The engine goes on, and holds nothing, whatever came."""
     prompts = [{"prompt": 3}, {"prompt": "\ud800"}, {"prompt_token_ids": "ab"}, {"prompt_token_ids": None}, [VOCAB], [VOCAB - 1], [1, "a"]]
-    failed = []
-    for value in (*things(), *prompts, [10**400], [SamplingParams()], [None, None], [True]):
 
-        def use(v: Any = value) -> None:
-            out = getattr(llm, method)(**{"inputs": [1], "sampling_params": TINY} | {argument: v})
-            for one in out if isinstance(out, list) else [out]:
-                assert all(c.error is None for c in one.result(30).outputs)
+    def use(value: Any) -> None:
+        out = getattr(llm, method)(**{"inputs": [1], "sampling_params": TINY} | {argument: value})
+        for one in out if isinstance(out, list) else [out]:
+            assert all(c.error is None for c in one.result(30).outputs)
 
-        wrong = complaint(use, r"^(LLM|submit|Tokenizer\.encode): |^LLM\.\w+: ")
-        failed += [f"{told(value)}: {wrong}"] if wrong else []
-    assert not failed, "\n".join(failed)
+    failed = complaints(use, r"^(LLM|LLM\.\w+|submit|Tokenizer\.encode): ", *prompts, [10**400], [SamplingParams()], [None, None], [True])
+    assert not failed, failed
     assert llm.generate([1, 2], TINY, use_tqdm=False).outputs[0].error is None
     assert llm.get_stats()["used_pages"] == 0
