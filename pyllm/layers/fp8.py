@@ -58,7 +58,7 @@ class Fp8(Format):
         return self.granularity == "block"
 
     @property
-    def static(self) -> bool:
+    def static(self) -> bool:  # type: ignore[override]
         return self.activation == "static"
 
     @property
