@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeVar, get_type_hints
 
+from torch import Tensor
+
 from pyllm.ops.kinds import fits, kind_name, value_name
 from pyllm.ops.registry import EXPLAIN, OPS, check_devices
 
@@ -15,8 +17,8 @@ Op = TypeVar("Op", bound=Callable[..., Any])
 
 def checked(op: Op) -> Op:
     """`op`, whose errors are of one form: "op: argument is ..., expected ..." where an argument is of the wrong type (TypeError) or on
-    another device than the first tensor (ValueError). What else is wrong is said by the op that finds it; where that is another one, which
-    this one calls, its own name comes first."""
+    another device than the first tensor (ValueError, RuntimeError on CUDA). What else is wrong is said by the op that finds it; where that
+    is another one, which this one calls, its own name comes first."""
 
     def call(*args: Any, **given: Any) -> Any:
         try:
@@ -41,8 +43,12 @@ def _explain(op: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, 
             raise TypeError(f"{name}: {argument} is {value_name(value)}, expected {kind_name(hints[argument])}") from None
     if inner == name:
         return
-    check_devices(name, bound.items())
-    if name in EXPLAIN:
-        EXPLAIN[name](**bound)
+    try:
+        check_devices(name, bound.items())
+        if name in EXPLAIN:
+            EXPLAIN[name](**bound)
+    except ValueError as problem:  # of the type that such errors have there
+        on_cuda = any(isinstance(value, Tensor) and value.is_cuda for value in bound.values())
+        raise (RuntimeError if on_cuda else ValueError)(str(problem)) from None
     if inner in OPS:
         raise type(error)(f"{name}: {error}") from None

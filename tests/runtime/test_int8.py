@@ -103,7 +103,7 @@ def test_through_the_api_and_what_it_cannot_be() -> None:
         check_int8(FakeSpec(), torch.float32, True)
     with pytest.raises(ValueError, match="Engine: mixed_sizes .* with an int8 cache, expected none"):
         run([], mixed_sizes=[8])
-    with pytest.raises(ValueError, match="KvCacheConfig: dtype is 'int4', expected 'auto' or 'fp8' or 'int8'"):
+    with pytest.raises(ValueError, match="KvCacheConfig: dtype is 'int4', expected one of auto, fp8, int8"):
         KvCacheConfig(dtype="int4")
 
 

@@ -15,7 +15,7 @@ from pyllm.load.tokenizer import Tokenizer
 from pyllm.runtime.loop import EngineLoop
 from pyllm.runtime.request import Request
 from tests.runtime.fake import NAN_TOKEN, VOCAB, FakeModel, FakeSpec, expected
-from tests.runtime.test_engine import assert_idle, make
+from tests.runtime.test_engine import DEVICES, assert_idle, make
 from tests.runtime.test_llm import speaking
 from tests.runtime.tiny import byte_tokenizer
 
@@ -33,20 +33,21 @@ OWN = {
 LONG, OTHER = list(range(1, 41)), list(range(10, 50))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("mistake", OWN)
-def test_a_request_that_spoils_its_own_logits_costs_others_nothing(mistake: str, overlap: bool) -> None:
+def test_a_request_that_spoils_its_own_logits_costs_others_nothing(mistake: str, overlap: bool, device: str) -> None:
     """Neither those that run beside it nor the cached pages, whoever put them there: its prompt's own among them."""
-    engine = make(overlap=overlap)
+    engine = make(overlap=overlap, device=device)
     engine.submit(LONG, SamplingParams(max_tokens=3))
     engine.run()
     cached = engine.pool.cached
     assert cached == 2
     beside = engine.submit(OTHER, SamplingParams(max_tokens=30))
-    bad = [engine.submit(p, SamplingParams(max_tokens=8, **OWN[mistake])) for p in ([3, 1], LONG, list(range(5, 40)))]
+    bad = [engine.submit(p, SamplingParams(max_tokens=8, logprobs=1, **OWN[mistake])) for p in ([3, 1], LONG, list(range(5, 40)))]
     engine.run()
     for request in bad:
-        assert (request.finish_reason, request.token_ids) == ("error", [])
+        assert (request.finish_reason, request.token_ids, request.logprobs) == ("error", [], [])
         assert ("a logits_processor failed: ZeroDivisionError" if mistake == "raises" else "the request's own changes") in request.error
     assert beside.token_ids == expected(OTHER, 30, 120)
     assert engine.pool.cached >= cached + 2 + 2
