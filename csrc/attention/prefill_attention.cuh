@@ -137,20 +137,13 @@ class PrefillConsumer {
       softmax.weigh<T>(s, scale, w, softmax.sum);
     }
     bool k_here = false, v_here = false;
-    if constexpr (Shape::Plain) {  // ahead of the loop, whose instructions then stand together
-      if (tail) {
-        wait_full(Shape::VFull, use_, false);
-        zero_tail(length_ - (end - 1) * Shape::N);
-        v_here = true;
-      }
-    }
     for (int block = end - 2; block >= low; --block, ++use_) {
       float s[kScores];
       wait_full(Shape::KFull, use_ + 1, k_here);
       begin_turn();
       issue_scores(s, q, use_ + 1);
       wait_full(Shape::VFull, use_, v_here);
-      if (!Shape::Plain && tail && block == end - 2) zero_tail(length_ - (end - 1) * Shape::N);
+      if (tail && block == end - 2) zero_tail(length_ - (end - 1) * Shape::N);
       issue_values(o, w, use_);
       end_turn();
       wgmma_wait<1>();
@@ -163,7 +156,7 @@ class PrefillConsumer {
       if constexpr (!Shape::TakeTurns) softmax.exponentiate(s, scale);
       k_here = is_full(Shape::KFull, use_ + 2);
       v_here = is_full(Shape::VFull, use_ + 1);
-      if (!Shape::Plain && softmax.sum[0] < 0.f) {  // never, but ptxas would move the wait ahead of what the sum depends on
+      if (softmax.sum[0] < 0.f) {  // never, but ptxas would move the wait ahead of what the sum depends on
         wgmma_wait<0>();
         wgmma_pin(o);
       }
@@ -180,7 +173,7 @@ class PrefillConsumer {
       }
     }
     wait_full(Shape::VFull, use_, v_here);
-    if (!Shape::Plain && tail && end - 1 == low) zero_tail(length_ - low * Shape::N);
+    if (tail && end - 1 == low) zero_tail(length_ - low * Shape::N);
     issue_values(o, w, use_);
     wgmma_wait<0>();
     wgmma_pin(o);
@@ -305,18 +298,14 @@ class PrefillConsumer {
     wgmma_commit();
   }
 
-  // A descriptor further on, whose upper half stays: with sums of 64 bits ptxas asks for more uniform registers than there are.
-  __device__ __forceinline__ static uint64_t step(uint64_t descriptor, uint32_t bytes) {
-    if constexpr (Shape::Plain && !Shape::InOrder) return descriptor >> 32 << 32 | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
-    return descriptor_step(descriptor, bytes);
-  }
   template <int Size>
   __device__ __forceinline__ void scores(float (&s)[Size], uint64_t q, int use) {
     const uint64_t k = smem_descriptor<Shape::Layout>(smem_ + slot_of<Shape::Stages>(use) * Shape::KBytes, 8 * Shape::Row);
 #pragma unroll
     for (int i = 0; i < Shape::D / 16; ++i) {
       const int chunk = i / (Shape::Chunk / 16), within = i % (Shape::Chunk / 16) * 32;
-      Wgmma<2 * Size>::template ss<T>(s, step(q, chunk * 64 * Shape::Row + within), step(k, chunk * Shape::N * Shape::Row + within), i > 0);
+      Wgmma<2 * Size>::template ss<T>(s, descriptor_step(q, chunk * 64 * Shape::Row + within),
+                                      descriptor_step(k, chunk * Shape::N * Shape::Row + within), i > 0);
     }
   }
   template <int Size>
