@@ -22,9 +22,9 @@ Formats = Callable[[str, Linear], Format]
 """The format of the Linear at a path."""
 AHEAD = {Dense: ((3072, 2), (4096, 1)), Fp8: ((4096, 1),)}
 """Rows of a step up to which one kernel is taken unasked, by the weights' format and the model's width at most. One H200, 1,000 keys a row,
-one kernel and kernel by kernel, ms. In one run (the records): bf16, Llama 3.2 1B (2048 wide) 0.719 and 0.837, 2 rows 0.776 and 0.874, 4
-rows 0.958 and 0.927; 3.1 8B (4096) 3.748 and 3.919, 2 rows 4.126 and 4.036; e4m3, 8B 2.220 and 2.497 (the latter of the run before), 2 rows
-2.65 and 2.58. 3B (3072) in bf16 in different runs, the chain with some 0.01 of sampling: 1.780 and 2.052, 2 rows 2.002 and 2.127."""
+one kernel and kernel by kernel, ms. In one run (the records): bf16, Llama 3.2 1B (2048 wide) 0.712 and 0.791, 2 rows 0.759 and 0.868, 4
+rows 0.939 and 0.924; 3.1 8B (4096) 3.679 and 3.794, 2 rows 4.069 and 4.072; e4m3, 8B 2.244 and 2.372, 2 rows 2.660 and 2.582, 1B 0.630
+both. 3B (3072) in bf16 in different runs, the chain with some 0.01 of sampling: 1.780 and 2.052, 2 rows 2.002 and 2.127."""
 CACHES = (torch.bfloat16, torch.float8_e4m3fn)
 _ATTN = {"own_kv": True, "whole_norm": False, "window": None, "softcap": None, "sinks": False, "o_bias": False, "variant": None}
 _ALIKE = ("heads", "kv_heads", "head_dim", "rope", "qkv_bias", "qk_norm", "softmax_scale")
