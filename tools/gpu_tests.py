@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,6 +32,7 @@ RESULTS = ROOT / "bench" / "results" / "gpu_tests.jsonl"
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SMALL = ["-m", "gpu and not large", "-k", "not graph and not compile", "--per-function", "4"]
 SANITIZER_FOUND = 86  # an exit code that pytest never uses
+MARKED = re.compile(r"mark\.gpu|\bDEVICES\b")  # a mark, or parameters that have it (tests/support)
 RUNNING: set[subprocess.Popen[bytes]] = set()
 
 
@@ -48,7 +50,7 @@ def gpu_files(targets: list[str]) -> list[str]:
         if not path.exists():
             raise SystemExit(f"gpu_tests: {target} does not exist")
         found |= {path} if path.is_file() else set(path.rglob("test_*.py"))
-    return sorted(str(p.relative_to(ROOT)) for p in found if "mark.gpu" in p.read_text(encoding="utf-8"))
+    return sorted(str(p.relative_to(ROOT)) for p in found if MARKED.search(p.read_text(encoding="utf-8")))
 
 
 def machine() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tools import gpu_tests, setup_env
+from tools.digest import ROOT
 
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.norm.test_rms_norm" name="a"/>
@@ -45,6 +47,15 @@ def test_only_files_with_gpu_tests_run(repository: Path) -> None:
     assert gpu_tests.gpu_files(["tests"]) == ["tests/norm/test_rms_norm.py"]
     with pytest.raises(SystemExit, match="tests/none does not exist"):
         gpu_tests.gpu_files(["tests/none"])
+
+
+def test_no_file_with_gpu_tests_is_left_out() -> None:
+    """A file whose tests have the mark through parameters of another module was."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    collected = sorted({line.split("::")[0] for line in lines if "::" in line})
+    assert len(collected) > 40
+    assert gpu_tests.gpu_files(["tests"]) == collected
 
 
 def test_records_replace_those_of_the_same_file_and_tool(repository: Path) -> None:
