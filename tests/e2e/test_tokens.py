@@ -1,10 +1,15 @@
 """Greedy tokens of our kernels against those of the plain compositions of a CPU: a model of the 8B shape's layers, and SmolLM2.
 
-The GPU generates; a CPU reads the same text (teacher-forced), once in fp32 and once in the GPU's own types. The two CPU runs differ by what
-rounding to these types does to a log-probability; kernels round at the same places, in another order, so theirs may differ from fp32 by
-twice the largest such difference of the text, and by half more than its root mean square (of n differences of one size that varies by
-1 / sqrt(2 n), 7 % of 96). Where fp32 prefers its first token by more than twice the bound to its second, no rounding within the bound can
-make another one the likeliest: there the GPU's token must be that one. In FP8 random weights prefer no token by that much (0.3 is what
+The GPU generates; a CPU reads the same text (teacher-forced), once in fp32 and once in the GPU's own types. The two CPU runs differ by
+what rounding to these types does to a log-probability; kernels round at the same places, in another order, so theirs may differ from fp32
+by twice the largest such difference of the text, and by half more than its root mean square (of n differences of one size that varies by 1
+/ sqrt(2 n), 7 % of 96). SmolLM2's differences do not have one size: a few places of the text make the largest, and whether roundings meet
+there is chance. On a CPU, ten bf16 runs whose norms differ by up to 2^-12 (an eighth of a bf16 step; it moves fp32 by 0.005) had largest
+differences of 0.15 to 0.33 (geometric mean 0.21, logarithms spread by 0.27) and root mean squares of 0.044 to 0.071 (0.15), so one of them
+was 2.2 times another. There ten such runs are made, and the GPU's may be 1.5 times their largest difference and 1.3 times their largest
+root mean square: by these spreads the largest of ten lies 1.5 deviations above the mean, and the factors are 1.5 and 1.7 more; one run in
+a thousand goes beyond three. Where fp32 prefers its first token by more than twice the bound to its second, no rounding within the bound
+can make another one the likeliest: there the GPU's token must be that one. In FP8 random weights prefer no token by that much (0.3 is what
 rounding does, 1.2 would be asked for, of logits that spread by 1).
 """
 
@@ -19,6 +24,7 @@ import torch
 
 from pyllm import LLM, CudaGraphConfig, KvCacheConfig, SamplingParams
 from pyllm.api.dummy import SHAPES, DummyWeights
+from pyllm.api.model import open_model_files
 from pyllm.load.demo import demo_model_path
 from pyllm.models import spec_from_config
 from pyllm.runtime.request import TokenLogprob
@@ -55,35 +61,50 @@ class Compared:
     emulated: float
     rms: float
     emulated_rms: float
+    draws: int
     certain: int = 0
     wrong: int = 0
 
     @property
+    def most(self) -> float:
+        """What the largest difference may be."""
+        return (2 if self.draws == 1 else 1.5) * self.emulated
+
+    @property
     def good(self) -> bool:
-        return self.difference <= 2 * self.emulated and self.rms <= 1.5 * self.emulated_rms and self.wrong == 0
+        return self.difference <= self.most and self.rms <= (1.5 if self.draws == 1 else 1.3) * self.emulated_rms and self.wrong == 0
 
 
-def compare(prompts: list[list[int]], outs: list[Any], exact: list[list[TokenLogprob]], rounded: list[list[TokenLogprob]]) -> Compared:
+def compare(prompts: list[list[int]], outs: list[Any], exact: list[list[TokenLogprob]], *rounded: list[list[TokenLogprob]]) -> Compared:
+    """rounded: runs in the types of `outs`."""
     rows = [
-        (out.token_ids[i], out.logprobs[i].logprob, e[len(p) - 1 + i], r[len(p) - 1 + i])
-        for p, out, e, r in zip(prompts, outs, exact, rounded, strict=True)
+        (out.token_ids[i], out.logprobs[i].logprob, e[len(p) - 1 + i], [r[len(p) - 1 + i] for r in others])
+        for p, out, e, *others in zip(prompts, outs, exact, *rounded, strict=True)
         for i in range(len(out.token_ids))
     ]
-    assert all(token == want.token_id == other.token_id for token, _, want, other in rows)
-    each = np.array([(logprob - want.logprob, other.logprob - want.logprob) for _, logprob, want, other in rows])
-    found = Compared(*np.abs(each).max(0).tolist(), *np.sqrt(np.square(each).mean(0)).tolist())
+    assert all({token} == {one.token_id for one in (want, *others)} for token, _, want, others in rows)
+    each = np.array([[value - want.logprob for value in (logprob, *(o.logprob for o in others))] for _, logprob, want, others in rows])
+    largest, rms = np.abs(each).max(0), np.sqrt(np.square(each).mean(0))
+    found = Compared(largest[0].item(), largest[1:].max().item(), rms[0].item(), rms[1:].max().item(), len(rounded))
     for token, _, want, _ in rows:
         (first, best), (_, second) = want.top[:2]
-        if best - second > 2 * (2 * found.emulated):
+        if best - second > 2 * found.most:
             found.certain += 1
             found.wrong += token != first
     return found
 
 
-def compared(model: Any, device: str, dtype: str, prompts: list[list[int]], **options: Any) -> Compared:
+def moved(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """The same model within far less than rounding, whose roundings fall otherwise: its norms differ by up to 2^-12."""
+    draw = torch.Generator().manual_seed(seed)
+    return {n: w * (1 + (2 * torch.rand(w.shape, generator=draw) - 1) * 2**-12) if "norm" in n else w for n, w in weights.items()}
+
+
+def compared(model: Any, device: str, dtype: str, prompts: list[list[int]], draws: int = 1, **options: Any) -> Compared:
     outs = run(model, device, dtype, prompts, SamplingParams(max_tokens=NEW, ignore_eos=True, logprobs=0), **options)
     texts = [p + out.token_ids for p, out in zip(prompts, outs, strict=True)]
-    found = compare(prompts, outs, read(model, "fp32", texts, **options), read(model, dtype, texts, **options))
+    more = [read(model, dtype, texts, **options | {"weights": moved(options["weights"], seed)}) for seed in range(1, draws)]
+    found = compare(prompts, outs, read(model, "fp32", texts, **options), read(model, dtype, texts, **options), *more)
     print(found)
     return found
 
@@ -111,9 +132,11 @@ def test_smollm2_on_a_gpu() -> None:
     except (FileNotFoundError, ValueError) as error:
         pytest.skip(f"{error}; and there is no {COPY.relative_to(ROOT)}")
     prompts = [[504, 3575, 282, 4649, 314], [6403, 2835, 253, 655, 28], [1604] * 70]
-    found = compared(str(path), "cuda", "bf16", prompts)
+    file = open_model_files(path)
+    weights = {name: file.tensors[name].float() for name in file.tensors}
+    found = compared(spec_from_config(file.config), "cuda", "bf16", prompts, draws=10, weights=weights)
     assert found.good, found
-    assert found.certain >= len(prompts) * NEW // 4, found
+    assert found.certain >= len(prompts) * NEW // 8, found  # a CPU draw in the place of the GPU had 18 of 72 certain
 
 
 def test_the_comparison_itself() -> None:
