@@ -4,13 +4,13 @@ The GPU generates; a CPU reads the same text (teacher-forced), once in fp32 and 
 what rounding to these types does to a log-probability; kernels round at the same places, in another order, so theirs may differ from fp32
 by twice the largest such difference of the text, and by half more than its root mean square (of n differences of one size that varies by 1
 / sqrt(2 n), 7 % of 96). SmolLM2's differences do not have one size: a few places of the text make the largest, and whether roundings meet
-there is chance. On a CPU, ten bf16 runs whose norms differ by up to 2^-12 (a sixteenth of bf16's roundoff; it moves fp32 by 0.005) had largest
-differences of 0.15 to 0.33 (geometric mean 0.21, logarithms spread by 0.27) and root mean squares of 0.044 to 0.071 (0.15), so one of them
-was 2.2 times another. There ten such runs are made, and the GPU's may be 1.5 times their largest difference and 1.3 times their largest
-root mean square: by these spreads the largest of ten lies 1.5 deviations above the mean, and the factors are 1.5 and 1.7 more; one run in
-a thousand goes beyond three. Where fp32 prefers its first token by more than twice the bound to its second, no rounding within the bound
-can make another one the likeliest: there the GPU's token must be that one. In FP8 random weights prefer no token by that much (0.3 is what
-rounding does, 1.2 would be asked for, of logits that spread by 1).
+there is chance. On a CPU, ten bf16 runs whose norms differ by up to 2^-12 (a sixteenth of bf16's roundoff; it moves fp32 by 0.005) had
+largest differences of 0.15 to 0.33 (geometric mean 0.21, logarithms spread by 0.27) and root mean squares of 0.044 to 0.071 (0.15), so one
+of them was 2.2 times another. There ten such runs are made, and the GPU's may be 1.5 times their largest difference and 1.3 times their
+largest root mean square: by these spreads the largest of ten lies 1.5 deviations above the mean, and the factors are 1.5 and 1.7 more; one
+run in a thousand goes beyond three. Where fp32 prefers its first token by more than twice the bound to its second, no rounding within the
+bound can make another one the likeliest: there the GPU's token must be that one. In FP8 random weights prefer no token by that much (0.3
+is what rounding does, 1.2 would be asked for, of logits that spread by 1).
 """
 
 from __future__ import annotations
